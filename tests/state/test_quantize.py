@@ -24,7 +24,7 @@ from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantized import CONFIGS, FILE
 from tests.support.commands import POLICY
-from tests.support.states import Rng
+from tests.support.states import Rng, reach
 
 GOLDEN = np.load(FILE)
 CASES = sorted({name.partition("/")[0] for name in GOLDEN})
@@ -327,8 +327,7 @@ def test_a_stream_of_quantized_states(name: str, rng: Rng, store: MemoryStore) -
                 publisher.publish(
                     state, quantize=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'}
                 )
-            worker.sync()
-            assert worker.root == state_digest(own).root
+            reach(worker, state_digest(own).root)
             assert worker.state.aliases == own.aliases
             assert len(worker.state.aliases) >= 2, "codes and scales of the tied weight"
             config = json.loads(worker.files()["config.json"])

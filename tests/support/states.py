@@ -172,6 +172,12 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     return update
 
 
+def reach(worker: Subscriber, root: str) -> None:
+    """The newest version is the one with this root."""
+    worker.sync()
+    assert worker.root == root
+
+
 def publish_each(publisher: Publisher, states: Iterable[Tensors]) -> None:
     for state in states:
         publisher.publish(state)

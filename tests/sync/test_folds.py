@@ -12,7 +12,7 @@ from pulse_rl.events import CallFailed, Event, Synced
 from tests.support.folds import fold_link
 from tests.support.manifests import folds_of, manifest_of
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import TinyTrainer, present
+from tests.support.states import TinyTrainer, present, reach
 
 
 def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
@@ -99,18 +99,14 @@ def test_a_link_that_lies_is_avoided(store: MemoryStore) -> None:
     store.put(*fold_link("s", 2, 11, (payload.sha256, payload.bytes)))
     store.put("s/links/nonsense", b"")
     store.put(f"s/links/{7:012d}-anchor-{1:015d}", b"")
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
 def test_without_listed_links_the_manifests_lead_to_an_anchor(store: MemoryStore) -> None:
     trainer = published(store, 12, folds=(4,))
     for info in list(store.list("s/links")):
         store.delete(info.name)
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
 def test_a_fold_that_saves_nothing_is_not_stored(store: MemoryStore) -> None:
@@ -142,9 +138,7 @@ def test_a_fold_that_cannot_be_stored_is_reported() -> None:
     assert [(e.kind, e.reason) for e in seen if isinstance(e, CallFailed)] == [
         ("store_unavailable", f"the fold {base}->{base + 4}: away") for base in (0, 4)
     ]
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
 def test_fold_of_a_stream_with_a_gap_says_so(store: MemoryStore) -> None:

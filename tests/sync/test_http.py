@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
-from tests.support.states import Rng, history, present, publish_each, roots, taken
+from tests.support.states import Rng, history, present, publish_each, reach, roots, taken
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,7 @@ def test_two_readers_follow(
         if state is not states[0]:
             publisher.publish(state)
         for worker in workers:
-            worker.sync()
-            assert worker.root == root
+            reach(worker, root)
         update = present(part.sync())
         assert [tensor.spec.name for tensor in update.tensors] in (["embed.weight"], [])
 
@@ -74,17 +73,14 @@ def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> Non
     server = FolderServer(near.root)
     port = int(server.url.rsplit(":", 1)[1])
     worker = Subscriber([server.url, origin], stream="policy", threads=1)
-    worker.sync()
-    assert worker.root == roots(states)[0]
+    reach(worker, roots(states)[0])
     server.close()
     publisher.publish(states[1])
-    worker.sync()
-    assert worker.root == roots(states)[1]
+    reach(worker, roots(states)[1])
     publish_each(publisher, states[2:])
     relay.sync()
     with FolderServer(near.root, port=port):
-        worker.sync()
-        assert worker.root == roots(states)[3]
+        reach(worker, roots(states)[3])
 
 
 def test_a_relay_reads_a_server(
@@ -93,9 +89,7 @@ def test_a_relay_reads_a_server(
     states = history(rng, 2)
     publish_each(publisher, states)
     Relay(served.url, tmp_path / "near", stream="policy").sync()
-    worker = Subscriber(tmp_path / "near", stream="policy", threads=1)
-    worker.sync()
-    assert worker.root == roots(states)[1]
+    reach(Subscriber(tmp_path / "near", stream="policy", threads=1), roots(states)[1])
 
 
 def test_a_server_that_always_promises_news_is_asked_at_the_poll_s_pace() -> None:

@@ -24,7 +24,7 @@ from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.folds import fold_link
 from tests.support.manifests import manifest_of
-from tests.support.states import Live, Rng, history, mutated, policy, present, publish_each
+from tests.support.states import Live, Rng, history, mutated, policy, present, publish_each, reach
 from tests.support.stores import FaultyStore
 
 
@@ -73,8 +73,7 @@ def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None
     assert live.root == newcomer.root == state_root(states[6])
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=keys)
     newcomer = Subscriber(store, stream="policy", trusted_keys=keys)
-    newcomer.sync()
-    assert newcomer.root == state_root(states[6])
+    reach(newcomer, state_root(states[6]))
 
 
 def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng) -> None:
@@ -142,8 +141,7 @@ def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng, faulty: Faul
     faulty.calls.clear()
     if who == "publisher":
         assert publisher.publish(states[2]).version == 2002
-        worker.sync()
-        assert worker.root == state_root(states[2])
+        reach(worker, state_root(states[2]))
         assert len(faulty.calls) < 4100, "each twice"
         return
     seen = worker if who == "follower" else Subscriber(faulty, stream="policy")
@@ -154,8 +152,7 @@ def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng, faulty: Faul
     assert seen.root == state_root(states[1])
     assert len(faulty.calls) < 10
     publisher.publish(states[2])
-    seen.sync()
-    assert seen.root == state_root(states[2])
+    reach(seen, state_root(states[2]))
 
 
 def false_folds(store: MemoryStore, count: int, versions: int, content: bytes = b"") -> None:
@@ -228,8 +225,7 @@ def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng, faulty: Faulty
         worker.sync()
     assert (worker.version, worker.root) in [(v, state_root(states[v])) for v in (2, 3)]
     publisher.publish(states[7], anchor=True)
-    worker.sync()
-    assert worker.root == state_root(states[7])
+    reach(worker, state_root(states[7]))
 
 
 def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) -> None:
@@ -276,8 +272,7 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
         stranger.publish(mutated(rng, states[-1]))
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=[signer.public_key])
     newcomer = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    newcomer.sync()
-    assert newcomer.root == state_root(states[-1])
+    reach(newcomer, state_root(states[-1]))
 
 
 def test_replayed_old_versions_move_nobody(rng: Rng) -> None:

@@ -16,7 +16,7 @@ from pulse_rl import Publisher, Store, Subscriber, open_store, state_root, verif
 from pulse_rl.errors import AlreadyExists, PublisherConflict, StoreUnavailable
 from pulse_rl.store.base import create_or_confirm
 from tests.support.proxy import Proxy, Rule, proxied
-from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each
+from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each, reach
 from tests.support.stores import KEYS, names, s3_store
 
 pytestmark = pytest.mark.slow
@@ -268,6 +268,5 @@ def test_an_outage_in_the_midst_of_publishing_and_following(
         assert subscriber.root == state_root(states[0])
     proxy.heal()
     publisher.publish(states[2], metadata={"step": 2})
-    subscriber.sync()
-    assert subscriber.root == state_root(states[2])
+    reach(subscriber, state_root(states[2]))
     assert all(r.ok for r in verify_stream(s3_store(s3, prefix), "policy"))

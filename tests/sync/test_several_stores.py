@@ -22,7 +22,7 @@ from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecrea
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
 from tests.support.lying_store import LyingStore
-from tests.support.states import Live, Rng, Tensors, history, present, taken
+from tests.support.states import Live, Rng, Tensors, history, present, reach, taken
 from tests.support.stores import FaultyStore, names
 
 
@@ -168,8 +168,7 @@ def test_without_patience_the_newest_of_all_is_taken(rng: Rng) -> None:
     worker = fleet.worker(patience_seconds=0)
     worker.sync()
     root = fleet.publish(relayed=False)
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
 
 
 def test_a_farther_store_that_promises_too_much_holds_nobody_up(rng: Rng, clock: Clock) -> None:
@@ -287,8 +286,7 @@ def test_a_near_store_of_another_stream_is_passed_over(rng: Rng) -> None:
         fleet.worker(stream_id=fleet.publisher.stream_id),
         fleet.worker(patience_seconds=0),
     ):
-        worker.sync()
-        assert worker.root == root
+        reach(worker, root)
         assert worker.sync() is None
 
 
@@ -297,9 +295,7 @@ def test_a_hostile_near_store_cannot_lead_astray(rng: Rng) -> None:
     origin, near = MemoryStore(), MemoryStore()
     root = Publisher(origin, stream="policy", signer=signer).publish(states[0]).root
     Publisher(near, stream="policy", signer=Signer(bytes(32))).publish(states[1])
-    worker = Subscriber([near, origin], stream="policy", trusted_keys=[signer.public_key])
-    worker.sync()
-    assert worker.root == root
+    reach(Subscriber([near, origin], stream="policy", trusted_keys=[signer.public_key]), root)
 
 
 def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
@@ -309,8 +305,7 @@ def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
     fleet.near.inner.away = True  # type: ignore[attr-defined]
     forget_calls(fleet.origin)
     again = fleet.worker(cache=tmp_path)
-    again.sync()
-    assert again.root == root
+    reach(again, root)
     assert not any("/payloads/" in name for _, name in fleet.origin.calls)
 
 
@@ -395,8 +390,7 @@ def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_whil
     worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
     worker.patience_seconds = 20
     began = clock.now
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
     assert clock.now - began < 40
     assert near.lies == 1
     fleet.publish(relayed=False)
@@ -425,6 +419,5 @@ def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock:
         return right()
 
     near.tell("every", late)
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
     assert clock.now - began < 120

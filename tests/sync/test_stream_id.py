@@ -26,7 +26,17 @@ from pulse_rl.errors import (
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.publishers import anchor_stream, tuned
-from tests.support.states import Live, Rng, Tensors, history, present, publish_each, roots, taken
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    history,
+    present,
+    publish_each,
+    reach,
+    roots,
+    taken,
+)
 from tests.support.stores import FaultyStore, names
 
 
@@ -169,8 +179,7 @@ def test_a_publisher_whose_store_was_wiped_says_so_and_anchors(what: str, rng: R
     assert live.root == state_root(states[3])
     publisher.publish(states[4])
     newcomer = Subscriber(store, stream="policy")
-    newcomer.sync()
-    assert newcomer.root == state_root(states[4])
+    reach(newcomer, state_root(states[4]))
     assert newcomer.stream_id == worker.stream_id
     assert Publisher(store, stream="policy").publish(states[5]).version == 5
 
@@ -220,9 +229,7 @@ def test_a_new_key_is_trusted_from_its_first_version_on(rng: Rng) -> None:
     assert done.anchored
     assert done.changed is not None, "who trusted the old key takes the patch"
     assert not publisher.publish(states[3]).anchored
-    newcomer = Subscriber(store, stream="policy", trusted_keys=[new.public_key])
-    newcomer.sync()
-    assert newcomer.root == state_root(states[3])
+    reach(Subscriber(store, stream="policy", trusted_keys=[new.public_key]), state_root(states[3]))
 
 
 def test_an_anchor_on_demand(rng: Rng) -> None:
@@ -236,8 +243,7 @@ def test_an_anchor_on_demand(rng: Rng) -> None:
     done = anchor_stream(store, "policy", signer=new, trusted_keys=[old.public_key])
     assert (done.version, done.changed, done.root) == (5, 0, state_root(states[3]))
     assert done.metadata == {"step": 4}, "where a trainer was is not lost"
-    trusted.sync()
-    assert trusted.root == state_root(states[3])
+    reach(trusted, state_root(states[3]))
 
 
 @pytest.mark.parametrize("waited", [False, True])
@@ -276,9 +282,7 @@ def test_a_late_commit_that_is_found_counts(rng: Rng, faulty: FaultyStore) -> No
         publisher.publish(states[1])
     gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     assert publisher.publish(states[2]).version == 2
-    newcomer = Subscriber(faulty, stream="policy")
-    newcomer.sync()
-    assert newcomer.root == state_root(states[2])
+    reach(Subscriber(faulty, stream="policy"), state_root(states[2]))
 
 
 def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> None:
@@ -316,8 +320,7 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> No
         store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
     )
     worker.sync(target=1)
-    worker.sync()
-    assert worker.root == state_root(states[-1])
+    reach(worker, state_root(states[-1]))
     refused = [event for event in seen if isinstance(event, FallbackUsed)]
     assert {event.kind for event in refused} <= {"untrusted"}
 
@@ -349,8 +352,7 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
     with pytest.raises(StreamRecreated):
         worker.sync()
     anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    anew.sync()
-    assert anew.root == state_root(states[2])
+    reach(anew, state_root(states[2]))
 
 
 def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:
