@@ -32,6 +32,7 @@ REPORT = {
     "verify_seconds": 0.3,
     "fetched_bytes": 4,
 }
+UPDATED = ("pause keep", "start", "update", "finish 3", "reset False", "resume")
 NO_ROUTE = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
 
 
@@ -162,15 +163,7 @@ def test_a_sync_pauses_once_and_tags_what_follows(engine: Engine, handle: Engine
         4,
         {"step": 1},
     )
-    assert engine.calls == [
-        "init",
-        "pause keep",
-        "start",
-        "update",
-        "finish 3",
-        "reset False",
-        "resume",
-    ]
+    assert engine.calls == ["init", *UPDATED]
     assert handle.version == 3
     assert handle.audit() == ("a",)
 
@@ -321,16 +314,7 @@ def test_an_earlier_version_begins_another_session(engine: Engine, handle: Engin
     assert handle.sync(7) is None
     done = present(handle.sync(3))
     assert done.version == 3
-    assert engine.calls == [
-        "recover",
-        "init",
-        "pause keep",
-        "start",
-        "update",
-        "finish 3",
-        "reset False",
-        "resume",
-    ]
+    assert engine.calls == ["recover", "init", *UPDATED]
     assert engine.tagged == ["0"], (
         "what the engine was started from, and nothing that an update has tagged"
     )
