@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pulse_rl import MemoryStore
+from pulse_rl import MemoryStore, Signer
 from tests.support.commands import Pulse
 from tests.support.stores import FaultyStore
 
@@ -113,6 +113,16 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
+
+
+@pytest.fixture
+def source() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def signer() -> Signer:
+    return Signer.generate()
 
 
 @pytest.fixture

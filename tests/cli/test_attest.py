@@ -121,9 +121,8 @@ def test_without_a_number_it_is_the_newest_and_is_printed(pulse: Pulse, place: P
 
 
 def test_the_publishers_key_is_named_where_its_signature_is_one(
-    pulse: Pulse, place: Path, rng: Rng
+    pulse: Pulse, place: Path, rng: Rng, signer: Signer
 ) -> None:
-    signer = Signer.generate()
     publish(place / "signed", rng, signer)
     command = ("attest", place / "signed", *POLICY, "--key", place / "key.pem", "--version", 1)
     bundle = pulse.json(*command, "--trust", signer.public_key)

@@ -57,9 +57,9 @@ def test_names_cannot_speak_to_the_terminal(pulse: Pulse, tmp_path: Path, rng: R
     assert r"w\x1b]0;owned\x07\nroot" in shown
 
 
-def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
+def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng, store: MemoryStore) -> None:
     """An unsigned head was its baseline, and head() returned a stranger's metadata."""
-    store, signer = MemoryStore(), Signer.generate()
+    signer = Signer.generate()
     own, strange = history(rng, 2)
     Publisher(store, stream="policy", signer=signer).publish(own, metadata={"step": 7})
     Publisher(store, stream="policy").publish(strange, metadata={"step": 999})

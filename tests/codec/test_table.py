@@ -14,7 +14,7 @@ from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import table_oracle as oracle
-from tests.support.arrays import both_ways
+from tests.support.arrays import both_ways, made_alike
 from tests.support.block_codecs import TABLE
 from tests.support.gaps_oracle import Kind
 from tests.support.sparse_blocks import changed, weights
@@ -24,13 +24,9 @@ NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I3
 
 def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     """The payload, which must be the same without vectors."""
-    payloads = []
-    for _ in both_ways():
-        payload, count = TABLE.encode(old, new, layout)
-        assert count == np.count_nonzero(old != new)
-        payloads.append(payload)
-    assert payloads[0] == payloads[1]
-    return payloads[0]
+    payload, count = made_alike(lambda: TABLE.encode(old, new, layout))
+    assert count == np.count_nonzero(old != new)
+    return payload
 
 
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:

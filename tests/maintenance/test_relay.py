@@ -91,8 +91,8 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     reach(reader, root)
 
 
-def test_what_a_relay_skipped_can_be_collected_around() -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+def test_what_a_relay_skipped_can_be_collected_around(source: MemoryStore) -> None:
+    target, trainer = MemoryStore(), TinyTrainer()
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     for version in range(30):
         trainer.step()
@@ -144,9 +144,9 @@ def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
+def test_a_damaged_payload_is_not_passed_on(damage: str, source: MemoryStore) -> None:
     """The relay goes around it, and says so."""
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    target, trainer = MemoryStore(), TinyTrainer()
     seen: list[Event] = []
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     relay = Relay(source, target, stream="s", threads=1, on_event=seen.append)
@@ -234,9 +234,9 @@ def test_digests_that_stay_damaged_cost_less_and_less(rng: Rng) -> None:
     assert set(source.calls) == {("list", "policy/versions")}
 
 
-def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
+def test_a_gap_in_the_source_is_named(rng: Rng, source: MemoryStore) -> None:
+    target = MemoryStore()
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
     publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
@@ -253,8 +253,8 @@ def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
     assert newest_root(target) == root
 
 
-def test_folds_are_passed_on_with_their_signatures() -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+def test_folds_are_passed_on_with_their_signatures(source: MemoryStore) -> None:
+    target, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, signer=KEY, anchor_ratio=1e9)
     keys = [KEY.public_key]
     for version in range(17):
@@ -303,9 +303,8 @@ def test_memory_is_bounded_by_pieces_not_by_payloads(
     assert_whole(LocalStore(tmp_path / "near"), "s")
 
 
-def test_events_and_refusals(rng: Rng) -> None:
+def test_events_and_refusals(rng: Rng, source: MemoryStore) -> None:
     seen: list[Event] = []
-    source = MemoryStore()
     Publisher(source, stream="policy").publish(history(rng, 1)[0])
     done = Relay(source, MemoryStore(), stream="policy", on_event=seen.append).sync()
     assert seen == [done]

@@ -34,9 +34,9 @@ JUNK: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("what", JUNK)
-def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng) -> None:
+def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     keys = [KEY.public_key] if signed else None
     publisher = Publisher(source, stream="policy", signer=KEY if signed else None)
     publish_each(publisher, states)
@@ -73,9 +73,9 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
     assert_whole(target, "s")
 
 
-def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
+def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 4)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     Publisher(source, stream="policy", signer=KEY).publish(states[0])
     relay = Relay(source, target, stream="policy", trusted_keys=[KEY.public_key], threads=1)
     relay.sync()
@@ -85,11 +85,11 @@ def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
     assert names(target, "policy/versions") == ["policy/versions/000000000000.json"]
 
 
-def test_a_stream_that_is_recreated(rng: Rng) -> None:
+def test_a_stream_that_is_recreated(rng: Rng, source: MemoryStore) -> None:
     """As for a subscriber: refused, or followed where that is wished; the followers of the target
     see the same."""
+    target = MemoryStore()
     states = history(rng, 6)
-    source, target = MemoryStore(), MemoryStore()
     publisher = Publisher(source, stream="policy")
     publish_each(publisher, states[:4])
     careful = Relay(source, target, stream="policy", threads=1)
@@ -126,9 +126,9 @@ def test_a_store_that_somebody_publishes_to_is_no_target(rng: Rng) -> None:
     assert names(origin, "policy") == before
 
 
-def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng) -> None:
+def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = Publisher(source, stream="policy")
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
@@ -141,10 +141,10 @@ def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng) -> None:
         relay.sync()
 
 
-def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng) -> None:
+def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng, source: MemoryStore) -> None:
     """The target is the relay's. A publisher would skip the number; a copy cannot."""
     states = history(rng, 2)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = Publisher(source, stream="policy")
     publisher.publish(states[0])
     target.put("policy/versions/000000000000.json", b"junk")

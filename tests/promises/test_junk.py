@@ -58,9 +58,8 @@ def test_the_tools_find_the_head(count: int, nbytes: int, rng: Rng) -> None:
 
 
 def test_a_signing_trainer_that_restarts_goes_on_with_its_stream(
-    count: int, nbytes: int, rng: Rng
+    count: int, nbytes: int, rng: Rng, signer: Signer
 ) -> None:
-    signer = Signer.generate()
     store, _ = with_junk(rng, count, nbytes, signer=signer)
     follower = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     follower.sync()

@@ -18,8 +18,7 @@ from tests.support.states import present, taken
 STATE = {"w": np.arange(1000, dtype=np.float32)}
 
 
-def test_signed_versions_are_followed() -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_signed_versions_are_followed(store: MemoryStore, signer: Signer) -> None:
     publisher = Publisher(store, stream="s", signer=signer)
     subscriber = Subscriber(
         store, stream="s", trusted_keys=[Signer.generate().public_key, signer.public_key]
@@ -52,8 +51,7 @@ def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> N
         Subscriber(empty, stream="s", trusted_keys=[trusted.public_key]).sync()
 
 
-def test_a_changed_manifest_loses_its_signature() -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_a_changed_manifest_loses_its_signature(store: MemoryStore, signer: Signer) -> None:
     Publisher(store, stream="s", signer=signer).publish(STATE)
     manifest = Stream(store, "s").manifest(0)
     keys = TrustedKeys([signer.public_key])
@@ -73,10 +71,9 @@ def test_a_changed_manifest_loses_its_signature() -> None:
         keys.check(manifest.with_signature(forged))
 
 
-def test_a_payload_of_the_attacker_leads_nowhere() -> None:
+def test_a_payload_of_the_attacker_leads_nowhere(store: MemoryStore, signer: Signer) -> None:
     """The manifest is signed and names the root: another payload, under whatever name, is
     refused."""
-    store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="s", signer=signer)
     publisher.publish(STATE)
     publisher.publish({"w": STATE["w"] + 1})
@@ -105,8 +102,7 @@ def test_a_signature_has_one_spelling(store: MemoryStore) -> None:
             Stream(store, "s").manifest(0)
 
 
-def test_keys_are_kept_in_files(tmp_path: Path) -> None:
-    signer = Signer.generate()
+def test_keys_are_kept_in_files(tmp_path: Path, signer: Signer) -> None:
     signer.save(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert Signer.load(tmp_path / "key").public_key == signer.public_key

@@ -183,8 +183,8 @@ def test_a_relay_copies_them_once_and_folds_lead_to_their_versions_files(rng: Rn
     assert relay.version == 20
 
 
-def test_only_what_a_key_has_signed_is_believed(rng: Rng) -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_only_what_a_key_has_signed_is_believed(rng: Rng, store: MemoryStore) -> None:
+    signer = Signer.generate()
     Publisher(store, stream="policy", signer=signer).publish(history(rng, 1)[0], files=FILES)
     name = "policy/versions/000000000000.json"
     store.put(name, store.get(name).replace(b"config.json", b"conffg.json"))

@@ -76,9 +76,9 @@ def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None
     reach(newcomer, state_root(states[6]))
 
 
-def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng) -> None:
+def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 5)
-    store, signer = MemoryStore(), Signer.generate()
+    signer = Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer)
     publisher.publish(states[0])
     own = store.get("policy/epochs/000000000001")
@@ -262,10 +262,10 @@ def test_gc_takes_no_payload_that_an_unread_version_may_name(rng: Rng, faulty: F
     assert (newcomer.version, newcomer.root) == (5, state_root(states[5]))
 
 
-def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
+def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng, store: MemoryStore) -> None:
     """An unsigned version, whole and newest, made gc delete all signed ones."""
     states = history(rng, 3)
-    store, signer = MemoryStore(), Signer.generate()
+    signer = Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer)
     publish_each(publisher, states)
     with Publisher(store, stream="policy", signer=Signer.generate()) as stranger:
@@ -275,11 +275,10 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
     reach(newcomer, state_root(states[-1]))
 
 
-def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
+def test_replayed_old_versions_move_nobody(rng: Rng, store: MemoryStore, signer: Signer) -> None:
     """After gc the objects of old versions come back, and the newest are withheld: a follower
     stays, and goes on."""
     states = history(rng, 8)
-    store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=0)
     live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     publish_each(publisher, states[:5])

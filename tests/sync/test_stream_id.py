@@ -79,9 +79,8 @@ def test_a_stream_keeps_its_id_through_restarts(rng: Rng, store: MemoryStore) ->
     )
 
 
-def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
+def test_signed_versions_of_another_run_are_passed_over(rng: Rng, signer: Signer) -> None:
     """Same key, same name: a replay of an earlier run was followed."""
-    signer = Signer.generate()
     earlier = published(history(rng, 6), signer)
     states = history(rng, 3)
     store = published(states[:2], signer)
@@ -107,8 +106,7 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
     assert (worker.version, live.root) == (6, state_root(states[2]))
 
 
-def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng) -> None:
-    signer = Signer.generate()
+def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng, signer: Signer) -> None:
     earlier = published(history(rng, 6), signer)
     states = history(rng, 2)
     store = published(states, signer)
