@@ -54,6 +54,10 @@ class Training:
         """Time passes until all that was submitted has ended."""
         self.callback._publisher.wait()
 
+    def settled_step(self) -> None:
+        self.step()
+        self.settle()
+
     def end(self) -> None:
         self.tell("train_end")
 
@@ -61,6 +65,12 @@ class Training:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("log", logs=logs)
         return logs
+
+
+def begun(store: Any, **settings: Any) -> Training:
+    training = Training(store, **settings)
+    training.begin()
+    return training
 
 
 class Gate(MemoryStore):
@@ -104,8 +114,7 @@ def steps(store: MemoryStore) -> list[Any]:
 
 def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
     store = Gate()
-    training = Training(store)
-    training.begin()
+    training = begun(store)
     store.gate.clear()
     training.step()
     assert store.waiting.wait(20)
@@ -118,14 +127,11 @@ def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
 
 
 def test_another_publisher_ends_the_training(store: MemoryStore) -> None:
-    training = Training(store, replace=False)
-    training.begin()
-    training.step()
-    training.settle()
+    training = begun(store, replace=False)
+    training.settled_step()
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
-    training.step()
-    training.settle()
+    training.settled_step()
     with pytest.raises(PublisherConflict):
         training.step()
 
@@ -136,11 +142,9 @@ def test_another_publisher_ends_the_training(store: MemoryStore) -> None:
 def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[str, Any]) -> None:
     """What a log has seen is raised all the same, by the next step."""
     store = MemoryStore()
-    training = Training(store, **settings)
-    training.begin()
+    training = begun(store, **settings)
     for _ in range(3):
-        training.step()
-        training.settle()
+        training.settled_step()
         training.log(loss=1.0)
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
@@ -160,13 +164,11 @@ def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[st
 def test_another_publisher_at_the_end_is_kept_for_the_program(
     caplog: pytest.LogCaptureFixture, store: MemoryStore
 ) -> None:
-    training = Training(store)
-    training.begin()
+    training = begun(store)
     training.settle()
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
-    training.step()
-    training.settle()
+    training.settled_step()
     training.log(train_loss=1.0)
     training.end()
     assert isinstance(training.callback.error, PublisherConflict)
@@ -198,8 +200,7 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step() -> None
 def test_any_error_at_the_end_is_kept_for_the_program(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training = Training(MemoryStore(), rank=rank)
-    training.begin()
+    training = begun(MemoryStore(), rank=rank)
     lost = RuntimeError("CUDA out of memory")
 
     def state_dict(**_: Any) -> Any:
@@ -215,8 +216,7 @@ def test_any_error_at_the_end_is_kept_for_the_program(
 
 def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
     store = Gate()
-    training = Training(store, replace=False)
-    training.begin()
+    training = begun(store, replace=False)
     training.settle()
     store.away = True
     for _ in range(3):
@@ -232,10 +232,8 @@ def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
 
 
 def test_metadata_are_the_finite_numbers_of_the_last_log(store: MemoryStore) -> None:
-    training = Training(store, replace=False)
-    training.begin()
-    training.step()
-    training.settle()
+    training = begun(store, replace=False)
+    training.settled_step()
     said = training.log(loss=0.5, broken=float("nan"), endless=float("inf"), text="no", steps=[1])  # type: ignore[arg-type]
     assert said["pulse/version"] == 1
     training.state.epoch = 1
@@ -264,8 +262,7 @@ def test_the_best_model_is_published_if_it_is_loaded_at_the_end(store: MemorySto
 
 
 def test_other_ranks_publish_nothing(store: MemoryStore) -> None:
-    training = Training(store, rank=1)
-    training.begin()
+    training = begun(store, rank=1)
     training.step()
     assert training.log() == {}
     training.end()

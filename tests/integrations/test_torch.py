@@ -41,8 +41,7 @@ from tests.support.states import (
 def updates(*states: Any) -> list[Update]:
     """The full update to the first of some consecutive versions, and the patches to the others."""
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy")
-    publish_each(publisher, states)
+    publish_each(Publisher(store, stream="policy"), states)
     newcomer, follower = Subscriber(store, stream="policy"), Subscriber(store, stream="policy")
     follower.sync(0)
     found = [newcomer.sync(0), *(follower.sync(version) for version in range(1, len(states)))]

@@ -47,6 +47,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     force_gated(None)
 
 
+@pytest.fixture
+def line(store: MemoryStore) -> FaultyStore:
+    return FaultyStore(store)
+
+
 def gated(store: Store, name: str, **settings: Any) -> Member:
     return Member(store, name, **{"quorum": 2} | settings)
 
@@ -120,8 +125,7 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first(store: MemoryStore) -
         assert distance("a", 5) == 0
 
 
-def test_an_owner_that_lost_a_reply_knows_its_sums(store: MemoryStore) -> None:
-    line = FaultyStore(store)
+def test_an_owner_that_lost_a_reply_knows_its_sums(store: MemoryStore, line: FaultyStore) -> None:
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -192,14 +196,13 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing(store: MemoryStore
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_closes_reads_heads_alone(overlap: int) -> None:
+def test_who_closes_reads_heads_alone(overlap: int, line: FaultyStore) -> None:
     store, read = MemoryStore(), Counter[str]()
 
     def arrives(name: str, data: bytes) -> bytes:
         read[name] += len(data)
         return data
 
-    line = FaultyStore(store)
     line.damage = arrives
     a, b = (
         gated(store, "a", overlap=overlap),
@@ -333,8 +336,7 @@ def test_who_cannot_read_what_others_have_added_stops() -> None:
     assert "cannot be read here: part 1 is damaged" in outcome["b"]
 
 
-def test_sums_that_no_list_shows_yet_are_made_once(store: MemoryStore) -> None:
-    line = FaultyStore(store)
+def test_sums_that_no_list_shows_yet_are_made_once(store: MemoryStore, line: FaultyStore) -> None:
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)

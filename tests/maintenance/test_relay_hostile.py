@@ -38,8 +38,7 @@ def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng, source: Memory
     states = history(rng, 3)
     target = MemoryStore()
     keys = [KEY.public_key] if signed else None
-    publisher = Publisher(source, stream="policy", signer=KEY if signed else None)
-    publish_each(publisher, states)
+    publish_each(Publisher(source, stream="policy", signer=KEY if signed else None), states)
     source.put(*JUNK[what])
     Relay(source, target, stream="policy", trusted_keys=keys, threads=1).sync()
     assert newest_root(target, trusted_keys=keys) == roots(states)[-1]
@@ -90,8 +89,7 @@ def test_a_stream_that_is_recreated(rng: Rng, source: MemoryStore) -> None:
     see the same."""
     target = MemoryStore()
     states = history(rng, 6)
-    publisher = Publisher(source, stream="policy")
-    publish_each(publisher, states[:4])
+    publish_each(Publisher(source, stream="policy"), states[:4])
     careful = Relay(source, target, stream="policy", threads=1)
     careful.sync()
     reader = Subscriber(target, stream="policy", threads=1)

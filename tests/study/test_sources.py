@@ -94,8 +94,7 @@ def test_a_stream_gives_the_numbers_of_the_folder(
     folder: Path, states: list[Tensors], tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
-    publisher = Publisher(store, stream="policy")
-    publish_each(publisher, states)
+    publish_each(Publisher(store, stream="policy"), states)
     stream = study(store, stream="policy")
     files = study(folder)
     assert stream["states"] == [f"version {i}" for i in range(6)]
@@ -181,8 +180,7 @@ def test_the_command_ends_with_the_three_numbers(
 
 
 def publish_all(folder: Path, states: list[Tensors]) -> None:
-    publisher = Publisher(LocalStore(folder), stream="policy")
-    publish_each(publisher, states)
+    publish_each(Publisher(LocalStore(folder), stream="policy"), states)
 
 
 def test_the_command_prints_the_study_as_json(

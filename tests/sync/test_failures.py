@@ -64,8 +64,7 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
     (tmp_path / "secret.patch").write_bytes(b"secret")
     inner = LocalStore(tmp_path / "deep" / "store")
     states = history(rng, 2)
-    publisher = Publisher(inner, stream="policy")
-    publish_each(publisher, states)
+    publish_each(Publisher(inner, stream="policy"), states)
     manifest = manifest_of(inner, "policy", 1)
     assert manifest.patch is not None
     digest = manifest.patch.parts[0].sha256

@@ -168,8 +168,7 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
     states = history(rng, 20)
     store, signer = MemoryStore(), Signer.generate() if signed else None
     keys = [signer.public_key] if signer else None
-    publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9)
-    publish_each(publisher, states)
+    publish_each(Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9), states)
     false_folds(store, 5000, 20, b"0" * 64 + b" " + b"0" * 128 if signed else b"")
     for k in range(5000):
         store.put(f"policy/links/{19 - k % 19:012d}-anchor-{1 + k:015d}", b"")
@@ -231,8 +230,7 @@ def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng, faulty: Faulty
 def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) -> None:
     root = tmp_path
     store = LocalStore(root / "store")
-    publisher = Publisher(store, stream="policy", anchor_ratio=0)
-    publish_each(publisher, history(rng, 3))
+    publish_each(Publisher(store, stream="policy", anchor_ratio=0), history(rng, 3))
     outside = root / "outside"
     (root / "store" / "policy" / "payloads").rename(outside)
     (root / "store" / "policy" / "payloads").symlink_to(outside)
@@ -266,8 +264,7 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng, store: Memory
     """An unsigned version, whole and newest, made gc delete all signed ones."""
     states = history(rng, 3)
     signer = Signer.generate()
-    publisher = Publisher(store, stream="policy", signer=signer)
-    publish_each(publisher, states)
+    publish_each(Publisher(store, stream="policy", signer=signer), states)
     with Publisher(store, stream="policy", signer=Signer.generate()) as stranger:
         stranger.publish(mutated(rng, states[-1]))
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=[signer.public_key])

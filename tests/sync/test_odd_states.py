@@ -223,8 +223,7 @@ def test_no_other_patch_is_told_to_narrow(rng: Rng) -> None:
         [{"w": np.arange(100) + i} for i in range(2)],
     ):
         events: list[Event] = []
-        publisher = Publisher(MemoryStore(), stream="s", on_event=events.append)
-        publish_each(publisher, states)
+        publish_each(Publisher(MemoryStore(), stream="s", on_event=events.append), states)
         assert "wide_dtype" not in notices(events)
 
 

@@ -210,8 +210,7 @@ def test_any_broken_request_of_a_sync_is_survived(
     """The n-th request, for every n: success after obstore's own retry, or StoreUnavailable and
     success later."""
     states = history(rng, 2, elements=1000)
-    publisher = Publisher(s3_store(s3, prefix), stream="policy", threads=1)
-    publish_each(publisher, states)
+    publish_each(Publisher(s3_store(s3, prefix), stream="policy", threads=1), states)
     failed = broken = 0
     step = 3 if action == "stall" else 1
     for nth in itertools.count(1, step):

@@ -31,8 +31,7 @@ from tests.support.stores import FaultyStore, names
 
 def stream_of(states: list[Tensors], **options: Any) -> MemoryStore:
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", **options)
-    publish_each(publisher, states)
+    publish_each(Publisher(store, stream="policy", **options), states)
     return store
 
 

@@ -186,8 +186,7 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
     for folder_kind in (".tensors", ".leaves"):
         for damage in ("flip", "cut", "longer", "empty", "gone"):
             store = MemoryStore()
-            publisher = Publisher(store, stream="policy")
-            publish_each(publisher, states)
+            publish_each(Publisher(store, stream="policy"), states)
             for name in [n for n in names(store, "policy/digests") if n.endswith(folder_kind)]:
                 good = store.get(name)
                 store.delete(name)
