@@ -19,7 +19,16 @@ from pulse_rl.cli import main
 from pulse_rl.errors import InputError, PulseError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import POLICY, Pulse
-from tests.support.states import Rng, Tensors, history, mutated, policy, roots, snapshot
+from tests.support.states import (
+    Rng,
+    Tensors,
+    history,
+    mutated,
+    policy,
+    publish_each,
+    roots,
+    snapshot,
+)
 
 
 @pytest.fixture
@@ -164,9 +173,7 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
 
 
 def stream(store: Path, states: list[Tensors]) -> None:
-    publisher = Publisher(LocalStore(store), stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(LocalStore(store), stream="policy"), states)
 
 
 def flip_first_byte(file: Path) -> None:

@@ -136,8 +136,7 @@ def test_publishing_another_set_of_tensors_at_every_call(after: bool, rng: Rng) 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         ready["publisher"] = Publisher(store, stream="policy", threads=1)
-        for state in states[:2]:
-            ready["publisher"].publish(state)
+        publish_each(ready["publisher"], states[:2])
         return store
 
     for store in every_call(setup, after, least=2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.store import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
-from tests.support.trainers import Trainer, each, together
+from tests.support.trainers import Trainer, all_pass, together
 
 pytestmark = pytest.mark.slow
 
@@ -289,11 +289,6 @@ def split(trainer: Trainer) -> None:
             publisher.submit(model.state_dict()).result(20)
 
 
-def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
-    failed = each(trainer, cases, trainer.size)
-    assert not failed, "\n".join(failed)
-
-
 def test_what_one_rank_alone_meets() -> None:
     cases = (
         a_listener_that_fails,
@@ -301,12 +296,12 @@ def test_what_one_rank_alone_meets() -> None:
         stores_of_their_own,
         an_error_of_the_device,
     )
-    together(ranks_program, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
+    together(all_pass, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
 
 
 def test_what_is_not_the_same_on_all_ranks() -> None:
-    together(ranks_program, 2, settings_of_their_own, calls_of_their_own, seconds=90)
+    together(all_pass, 2, settings_of_their_own, calls_of_their_own, seconds=90)
 
 
 def test_ranks_that_publish_behind_their_training() -> None:
-    together(ranks_program, 2, behind, cancelled, failures, split, seconds=60)
+    together(all_pass, 2, behind, cancelled, failures, split, seconds=60)
