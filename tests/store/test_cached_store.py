@@ -168,8 +168,7 @@ def test_a_server_that_names_another_length_later_does_not_make_a_cache_read_mor
     tmp_path: Path,
 ) -> None:
     store, trainer = Growing(), TinyTrainer()
-    publisher = Publisher(store, stream="s", threads=1)
-    publisher.publish(trainer.state)
+    Publisher(store, stream="s", threads=1).publish(trainer.state)
     store.read.clear()
     store.looks.clear()
     reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))

@@ -108,8 +108,7 @@ def test_a_payload_longer_than_the_manifest_says_is_not_read(
 ) -> None:
     """The server says one length when it is asked for it, and sends another."""
     publisher.publish(history(rng, 1)[0])
-    worker = Subscriber(served.url, stream="policy", threads=1)
-    worker.sync()
+    Subscriber(served.url, stream="policy", threads=1).sync()
     publisher.publish(history(rng, 2)[1])
     honest = CountedHttpStore(served.url)
     sent = 0

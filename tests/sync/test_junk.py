@@ -93,15 +93,13 @@ def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng, store: Me
     worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     worker.sync()
     assert (worker.version, worker.root) == (3, state_root(states[2]))
-    successor = Publisher(store, stream="policy", signer=signer)
-    successor.publish(states[3])
+    Publisher(store, stream="policy", signer=signer).publish(states[3])
     with pytest.raises(PublisherConflict, match="taken over"):
         publisher.publish(states[4])
 
 
 def test_a_stream_without_numbers_left_says_so(rng: Rng, store: MemoryStore) -> None:
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(policy(rng))
+    Publisher(store, stream="policy").publish(policy(rng))
     last = manifest_of(store, "policy", 0)
     end = msgspec.structs.replace(last, version=10**12 - 1).sealed()
     store.put(version_name(10**12 - 1), end.to_bytes())

@@ -238,8 +238,7 @@ def test_any_broken_request_of_a_sync_is_survived(
 
 def test_a_slow_line_only_takes_longer(s3: str, proxy: Proxy, prefix: str, rng: Rng) -> None:
     states = [policy(rng, 3000)]
-    publisher = Publisher(through(proxy, prefix), stream="policy", threads=1)
-    publisher.publish(states[0])
+    Publisher(through(proxy, prefix), stream="policy", threads=1).publish(states[0])
     proxy.add(Rule("throttle", "GET", PAYLOAD, times=1000, bytes_per_second=60_000))
     subscriber = Subscriber(through(proxy, prefix), stream="policy", threads=1)
     started = time.monotonic()

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.follow.checkpoint import serialize
 from pulse_rl.ops import diff
 from pulse_rl.state.digest import state_digest
-from pulse_rl.stream import manifest
-from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
+from tests.support.manifests import FULL
 from tests.support.publishers import FoldingPublisher, took_over
 from tests.support.states import reach
 
@@ -85,25 +86,19 @@ def long_stream(versions: int) -> Counted:
             stream.put_payload(shard, SHARD, data)
             anchor_ref = AnchorRef((shard,))
             stream.put_anchor_link(version, shard.bytes)
-        made = Manifest(
-            format=manifest.FORMAT,
+        made = replace(
+            FULL,
             stream="s",
-            stream_id=STREAM_ID,
             version=version,
             epoch=1,
             root=roots[at],
             elements=states[at].elements,
             dense_bytes=states[at].nbytes,
-            publisher="crafted",
-            created=0.0,
-            remembers=0,
             aliases={},
             metadata={},
             files=(),
             patch=patch_ref,
             anchor=anchor_ref,
-            digest="",
-            signature=None,
         ).sealed()
         assert stream.commit(made)
         for span in FOLDS:

@@ -308,8 +308,7 @@ def test_a_cache_serves_all_stores(tmp_path: Path, fleet: Fleet) -> None:
 
 def test_one_store_is_one_store(rng: Rng, faulty: FaultyStore) -> None:
     """A list of one costs what a store costs."""
-    publisher = Publisher(faulty, stream="policy")
-    publisher.publish(history(rng, 1)[0])
+    Publisher(faulty, stream="policy").publish(history(rng, 1)[0])
     worker = Subscriber([faulty], stream="policy")
     taken(worker)
     faulty.calls.clear()

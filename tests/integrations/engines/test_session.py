@@ -213,8 +213,7 @@ def test_what_a_late_thread_stages_goes_nowhere(
 ) -> None:
     """A session may be closed while its thread waits for a store; the node's folder is then another
     session's."""
-    publisher = Publisher(store, stream="policy")
-    publisher.publish({"w": np.zeros(4, np.uint8)})
+    Publisher(store, stream="policy").publish({"w": np.zeros(4, np.uint8)})
     node = Node(None)
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
