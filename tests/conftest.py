@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pulse_rl import MemoryStore, Signer
 from tests.support.commands import Pulse
+from tests.support.stores import FaultyStore
 
 # The same examples on every machine and run: a red suite stays red until it is repaired. More
 # examples, and new ones: pytest --hypothesis-profile=search
@@ -106,6 +108,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260203)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def source() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def signer() -> Signer:
+    return Signer.generate()
+
+
+@pytest.fixture
+def faulty() -> FaultyStore:
+    return FaultyStore(MemoryStore())
 
 
 @pytest.fixture

@@ -33,8 +33,7 @@ def test_roots() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.patch")), ids=lambda file: file.stem)
-def test_patches_decode(file: Path) -> None:
-    store = MemoryStore()
+def test_patches_decode(file: Path, store: MemoryStore) -> None:
     Publisher(store, stream="old").publish(GOLDEN / "old.safetensors")
     worker = Subscriber(store, stream="old")
     worker.sync()

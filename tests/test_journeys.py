@@ -14,6 +14,7 @@ from pulse_rl.frameworks.torch import apply_
 from pulse_rl.loco import Exchange, StoreExchange
 from tests.integrations.engines.world import World, stage
 from tests.support.journeys import Journey, journey
+from tests.support.states import present
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow
@@ -51,8 +52,7 @@ def test_publish_and_sync(tmp_path: Path, traced: Journey) -> None:
         Subscriber(str(tmp_path), stream="policy") as worker,
     ):
         publisher.publish(trained.state_dict())
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         apply_(served, update)
         update.acknowledge()
         step(trained)
@@ -61,8 +61,7 @@ def test_publish_and_sync(tmp_path: Path, traced: Journey) -> None:
         published = set(traced.files)
         traced.files.clear()
         with traced.recorded():
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             apply_(served, update)
             update.acknowledge()
     assert done.changed

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from pulse_rl import Bits, Publisher, Signer
-from tests.support.commands import Pulse
+from tests.support.commands import POLICY, Pulse
 from tests.support.states import Rng, weights
 
 VERIFIER = os.environ.get("PULSE_MODEL_SIGNING") or shutil.which("model_signing")
@@ -121,20 +121,10 @@ def test_without_a_number_it_is_the_newest_and_is_printed(pulse: Pulse, place: P
 
 
 def test_the_publishers_key_is_named_where_its_signature_is_one(
-    pulse: Pulse, place: Path, rng: Rng
+    pulse: Pulse, place: Path, rng: Rng, signer: Signer
 ) -> None:
-    signer = Signer.generate()
     publish(place / "signed", rng, signer)
-    command = (
-        "attest",
-        place / "signed",
-        "--stream",
-        "policy",
-        "--key",
-        place / "key.pem",
-        "--version",
-        1,
-    )
+    command = ("attest", place / "signed", *POLICY, "--key", place / "key.pem", "--version", 1)
     bundle = pulse.json(*command, "--trust", signer.public_key)
     assert statement_in(bundle, (place / "key.pub").read_bytes())["predicate"]["pulse"][
         "publisherKey"
@@ -152,8 +142,7 @@ def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:
     command = (
         "attest",
         place / "store",
-        "--stream",
-        "policy",
+        *POLICY,
         "-o",
         place / "x.sig",
         "--key",
@@ -178,8 +167,7 @@ def test_only_an_attestation_is_replaced(pulse: Pulse, place: Path) -> None:
     command = (
         "attest",
         place / "store",
-        "--stream",
-        "policy",
+        *POLICY,
         "--key",
         place / "key.pem",
         "-o",

@@ -14,7 +14,7 @@ from pulse_rl.errors import Untrusted
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.manifests import manifest_of
-from tests.support.states import Rng, bits, history
+from tests.support.states import Rng, bits, history, present
 
 
 def test_an_empty_path_is_not_the_current_folder(
@@ -57,21 +57,19 @@ def test_names_cannot_speak_to_the_terminal(pulse: Pulse, tmp_path: Path, rng: R
     assert r"w\x1b]0;owned\x07\nroot" in shown
 
 
-def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
+def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng, store: MemoryStore) -> None:
     """An unsigned head was its baseline, and head() returned a stranger's metadata."""
-    store, signer = MemoryStore(), Signer.generate()
+    signer = Signer.generate()
     own, strange = history(rng, 2)
     Publisher(store, stream="policy", signer=signer).publish(own, metadata={"step": 7})
     Publisher(store, stream="policy").publish(strange, metadata={"step": 999})
     events: list[object] = []
     publisher = Publisher(store, stream="policy", signer=signer, on_event=events.append)
-    head = publisher.head()
-    assert head is not None
+    head = present(publisher.head())
     assert (head.version, head.metadata) == (0, {"step": 7})
     done = publisher.publish(strange)
     assert done.version == 2
-    patch = manifest_of(store, "policy", 2).patch
-    assert patch is not None
+    patch = present(manifest_of(store, "policy", 2).patch)
     assert patch.base == 0, "no patch rests on what nobody signed"
     assert [event.how for event in events if hasattr(event, "how")] == ["restored"]  # type: ignore[attr-defined]
     only_strange = MemoryStore()

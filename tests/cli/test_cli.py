@@ -18,8 +18,17 @@ from pulse_rl import LocalStore, Publisher, State, __version__, state_root
 from pulse_rl.cli import main
 from pulse_rl.errors import InputError, PulseError
 from tests.support.checkpoints import write_checkpoint
-from tests.support.commands import Pulse
-from tests.support.states import Rng, Tensors, history, mutated, policy, roots, snapshot
+from tests.support.commands import POLICY, Pulse
+from tests.support.states import (
+    Rng,
+    Tensors,
+    history,
+    mutated,
+    policy,
+    publish_each,
+    roots,
+    snapshot,
+)
 
 
 @pytest.fixture
@@ -164,9 +173,7 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
 
 
 def stream(store: Path, states: list[Tensors]) -> None:
-    publisher = Publisher(LocalStore(store), stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(LocalStore(store), stream="policy"), states)
 
 
 def flip_first_byte(file: Path) -> None:
@@ -261,15 +268,7 @@ def test_sharded_folders_are_not_written_into(
     out = tmp_path / "out"
     pulse.refused("apply", pair[0], tmp_path / "p", "-o", out, kind="input", match="sharded")
     pulse.refused(
-        "follow",
-        tmp_path / "store",
-        "--stream",
-        "policy",
-        "--out",
-        out,
-        "--once",
-        kind="input",
-        match="sharded",
+        "follow", tmp_path / "store", *POLICY, "--out", out, "--once", kind="input", match="sharded"
     )
 
 
@@ -307,16 +306,7 @@ def test_follow_goes_on_until_it_is_interrupted(
     monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
     out = tmp_path / "out"
     text = pulse(
-        "follow",
-        tmp_path / "store",
-        "--stream",
-        "policy",
-        "--out",
-        out,
-        "--poll",
-        0.5,
-        "--json",
-        status=130,
+        "follow", tmp_path / "store", *POLICY, "--out", out, "--poll", 0.5, "--json", status=130
     )
     assert [json.loads(line)["root"] for line in text.splitlines()] == roots(states)
     assert "interrupted" in pulse.err

@@ -23,7 +23,7 @@ from pulse_rl import (
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.metrics import Heartbeat, fan_out
-from tests.support.commands import Pulse
+from tests.support.commands import POLICY, Pulse
 from tests.support.states import Rng, weights
 from tests.support.stores import FaultyStore, names
 
@@ -95,17 +95,7 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         Subscriber(store, stream="policy", on_event=fan_out(Heartbeat(store, name))).sync(version)
     with pytest.raises(InputError):
         Heartbeat(store, "a/b")
-    pulse(
-        "follow",
-        tmp_path,
-        "--stream",
-        "policy",
-        "--out",
-        tmp_path / "out",
-        "--once",
-        "--name",
-        "cli",
-    )
+    pulse("follow", tmp_path, *POLICY, "--out", tmp_path / "out", "--once", "--name", "cli")
     (found,) = pulse.json("status", tmp_path, "--stream", "policy")["streams"]
     assert [(each["worker"], each["version"], each["behind"]) for each in found["workers"]] == [
         ("w-1", 0, 2),

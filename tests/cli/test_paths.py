@@ -17,7 +17,7 @@ from pulse_rl.metrics import JsonLines
 from pulse_rl.stores.server import FolderServer
 from pulse_rl.study import study
 from tests.support.checkpoints import write_checkpoint
-from tests.support.commands import Pulse
+from tests.support.commands import POLICY, Pulse
 from tests.support.states import Rng, history, mutated, policy
 
 UNREADABLE = b"\x28" + b"\0" * 7 + b'{"w":{"dtype":"C128"'
@@ -134,14 +134,7 @@ def test_a_fifo_in_a_folder_is_no_input_either(pulse: Pulse, tmp_path: Path, ste
         kind="input",
         match="not a regular file",
     )
-    publish = (
-        "publish",
-        steps / "0.safetensors",
-        tmp_path / "store",
-        "--stream",
-        "policy",
-        "--sign-key",
-    )
+    publish = ("publish", steps / "0.safetensors", tmp_path / "store", *POLICY, "--sign-key")
     for key in (tmp_path / names[0] / names[0], "/dev/zero"):
         pulse.refused(
             *publish, key, kind="input", match="not a private key: it is not a regular file"
@@ -155,16 +148,7 @@ def test_a_name_that_no_file_can_have_is_said_as_any_other_error(
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(
         {"w": np.zeros(3, np.float32)}
     )
-    follow = (
-        "follow",
-        tmp_path / "store",
-        "--stream",
-        "policy",
-        "--once",
-        "--out",
-        tmp_path / "out",
-        "--cache",
-    )
+    follow = ("follow", tmp_path / "store", *POLICY, "--once", "--out", tmp_path / "out", "--cache")
     for command in (
         ("store-check", long),
         ("report", long, "-o", tmp_path / "page"),

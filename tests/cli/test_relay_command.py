@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl import LocalStore, Publisher, Subscriber
 from tests.support.commands import Pulse
-from tests.support.states import Rng, history, roots
+from tests.support.states import Rng, history, reach, roots
 
 
 def test_it_copies_streams_and_goes_on(
@@ -54,9 +54,7 @@ def test_it_copies_streams_and_goes_on(
     assert lines[2]["links"] == ["the patch 0->1"]
     assert lines[2]["bytes"] > 0
     for stream, root in (("solver", roots(states)[1]), ("verifier", roots(states)[0])):
-        reader = Subscriber(LocalStore(near), stream=stream)
-        reader.sync()
-        assert reader.root == root
+        reach(Subscriber(LocalStore(near), stream=stream), root)
 
 
 def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:

@@ -17,7 +17,7 @@ from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stre
 from pulse_rl.errors import PublisherConflict
 from tests.support.commands import Pulse
 from tests.support.killed import Killed
-from tests.support.states import Rng
+from tests.support.states import Rng, reach
 
 
 def written(folder: Path, step: int, seed: int = 0, done: bool = True) -> Path:
@@ -74,8 +74,7 @@ def test_each_complete_checkpoint_becomes_a_version_once(pulse: Pulse, tmp_path:
     assert "is newer than step 13" in pulse(*command)
     assert steps_of(store) == [9, 10, 11, 13]
     with Subscriber(store, stream="s") as worker:
-        worker.sync()
-        assert worker.root == state_root(last)
+        reach(worker, state_root(last))
         worker.save(tmp_path / "followed")
     assert (tmp_path / "followed" / "config.json").read_text() == '{"step": 13}'
     Publisher(store, stream="s").publish(last, metadata={})
@@ -113,8 +112,7 @@ def test_a_watcher_that_is_killed_at_any_change_tears_nothing(pulse: Pulse, tmp_
     assert steps_of(store) == list(range(len(list(folder.iterdir()))))
 
 
-def test_a_version_follows_the_one_that_was_named(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_version_follows_the_one_that_was_named(rng: Rng, store: MemoryStore) -> None:
     states = [{"w": rng.standard_normal(100).astype(np.float32)} for _ in range(4)]
     with Publisher(store, stream="s") as publisher:
         with pytest.raises(PublisherConflict, match="none, not 3"):

@@ -10,15 +10,16 @@ import numpy.typing as npt
 import pytest
 
 from pulse_rl._native import history_records, scan
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
+from tests.support.arrays import both_ways, made_alike
 from tests.support.block_codecs import GAPS, HISTORY
 from tests.support.gaps_oracle import ABSENT, Kind, Reader, code_levels
 from tests.support.gaps_oracle import decode as oracle_decode
 from tests.support.gaps_oracle import encode as oracle_encode
+from tests.support.states import present
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 
@@ -139,12 +140,8 @@ def test_a_code_of_another_length_is_refused(tail: bytes) -> None:
 # -- comparing and weighing, by vectors and by plain loops
 
 
-def both_ways(width: int, old: UIntArray, new: UIntArray) -> list[npt.NDArray[np.uint32]]:
-    found = []
-    for use in (False, True):
-        use_vectors(use)
-        found.append(scan(old.view(np.uint8), new.view(np.uint8), width))
-    return found
+def scanned(width: int, old: UIntArray, new: UIntArray) -> list[npt.NDArray[np.uint32]]:
+    return [scan(old.view(np.uint8), new.view(np.uint8), width) for _ in both_ways()]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -153,7 +150,7 @@ def test_positions(width: int, density: float, rng: np.random.Generator) -> None
     for elements in (0, 1, 63, 64, 65, 127, 128, 1000, 4096, 20_000):
         old = rng.integers(0, 256, elements * width, np.uint8).view(f"<u{width}")
         new = old ^ (rng.random(elements) < density)
-        for found in both_ways(width, old, new):
+        for found in scanned(width, old, new):
             np.testing.assert_array_equal(found, np.flatnonzero(old != new))
 
 
@@ -164,7 +161,7 @@ def test_every_bit_of_every_place_counts(width: int) -> None:
         for bit in (0, 8 * width - 1):
             new = old.copy()
             new[at] = new.dtype.type(1 << bit)
-            assert [f.tolist() for f in both_ways(width, old, new)] == [[at], [at]]
+            assert [f.tolist() for f in scanned(width, old, new)] == [[at], [at]]
 
 
 def elements_of(rng: np.random.Generator, dtype: str, count: int, classes: str) -> UIntArray:
@@ -196,14 +193,9 @@ def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Gener
     new = old + (rng.random(len(old)) < density).astype(old.dtype)
     new[-1] += 1
     layout = Layout(DTYPES[dtype], RUNS)
-    payloads = []
-    for use in (False, True):
-        use_vectors(use)
-        payloads.append(GAPS.encode(old, new, layout))
-    assert payloads[0] == payloads[1]
-    for use in (False, True):
-        use_vectors(use)
-        changes = GAPS.decode(memoryview(payloads[0][0]), old, layout)
+    payload, _ = made_alike(lambda: GAPS.encode(old, new, layout))
+    for _ in both_ways():
+        changes = GAPS.decode(memoryview(payload), old, layout)
         np.testing.assert_array_equal(changes.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(changes.values, new[changes.positions])
 
@@ -224,14 +216,8 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
         old, new = before[at].view(np.uint8), after[at].view(np.uint8)
         past.append(history_records(at, old, new, kind))
     layout = Layout(DTYPES[dtype], RUNS, tuple(past))
-    encoded = []
-    for use in (False, True):
-        use_vectors(use)
-        encoded.append(HISTORY.encode(states[3], states[4], layout))
-    assert encoded[0] is not None
-    assert encoded[0] == encoded[1]
-    for use in (False, True):
-        use_vectors(use)
-        changes = HISTORY.decode(memoryview(encoded[0][0]), states[3], layout)
+    payload, _ = present(made_alike(lambda: HISTORY.encode(states[3], states[4], layout)))
+    for _ in both_ways():
+        changes = HISTORY.decode(memoryview(payload), states[3], layout)
         np.testing.assert_array_equal(changes.positions, np.flatnonzero(states[3] != states[4]))
         np.testing.assert_array_equal(changes.values, states[4][changes.positions])

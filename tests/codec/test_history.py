@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl._native import history_records
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -17,6 +16,7 @@ from pulse_rl.state.tensors import DTYPES, DType
 from tests.codec.test_sparse import AnyChanges, AnyHead
 from tests.support import history_oracle as oracle
 from tests.support import sparse_oracle
+from tests.support.arrays import both_ways
 from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.gaps_oracle import Kind, row_ends
 from tests.support.history_blocks import (
@@ -35,6 +35,7 @@ from tests.support.history_blocks import (
 )
 from tests.support.history_oracle import Steps
 from tests.support.sparse_payload import Parts, joined
+from tests.support.states import present
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,8 +121,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     block = large_block(rng, name, large)
     runs = list(block.layout.runs)
     payloads = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         payloads.append(encoded(block))
         check_decoded(payloads[0], block)
     assert payloads[0] == payloads[1]
@@ -216,8 +216,7 @@ def test_any_head_and_any_changes_are_understood(
     for at, step in recall.found.items():
         new[at] = kind.unordered((kind.ordered(old[at]) + step) % modulus)
     states_and_new = block._replace(new=np.array(new, block.old.dtype))
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         check_decoded(payload, states_and_new)
 
 
@@ -254,8 +253,7 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(
         layout = Layout(DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], kind))
         steps = [oracle.window(before.tolist(), old.tolist(), kind)]
         block = Block(layout, [before, old], new, steps)
-        payload = encoded(block)
-        assert payload is not None
+        payload = present(encoded(block))
         assert (payload[0] & 128 > 0, payload[2] + 1) == (each == 700, 63)
         check_decoded(payload, block)
         again, chosen = oracle.decode(payload, old.tolist(), kind, list(layout.runs), block.past)
@@ -393,8 +391,7 @@ def test_as_many_windows_as_the_binding_takes() -> None:
     block, _ = coded_block("BF16")
     past = block.layout.past * 21
     layout = block.layout._replace(past=past)
-    found = history_encode(block.old, block.new, layout)
-    assert found is not None
+    found = present(history_encode(block.old, block.new, layout))
     decoded = HISTORY.decode(memoryview(found[0]), block.old, layout)
     np.testing.assert_array_equal(decoded.values, block.new[decoded.positions])
 

@@ -27,35 +27,17 @@ from tests.support.arrays import Array, misaligned
 
 POSITIONS = np.uint32([0, 2])
 Past = list[Array]
-Runs = list[tuple[int, int, int]]
 
 
-def encode(
-    past: Past,
-    old: Array,
-    new: Array,
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: Runs,
-) -> Any:
-    return encode_block(past, old, new, (width, shift, mask, floating), runs)
+def encode(past: Past, old: Array, new: Array, width: int, *kind: Any) -> Any:
+    *ordered, runs = kind
+    return encode_block(past, old, new, (width, *ordered), runs)
 
 
-def decode(
-    past: Past,
-    payload: Array,
-    old: Array,
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: Runs,
-) -> Any:
-    return decode_block(
-        HISTORY if past else GAPS, past, payload, old, (width, shift, mask, floating), runs
-    )
+def decode(past: Past, payload: Array, old: Array, width: int, *kind: Any) -> Any:
+    *ordered, runs = kind
+    codec = HISTORY if past else GAPS
+    return decode_block(codec, past, payload, old, (width, *ordered), runs)
 
 
 def elements(width: int) -> Array:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import codec
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import table_oracle as oracle
+from tests.support.arrays import both_ways, made_alike
 from tests.support.block_codecs import TABLE
 from tests.support.gaps_oracle import Kind
 from tests.support.sparse_blocks import changed, weights
@@ -24,19 +24,13 @@ NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I3
 
 def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     """The payload, which must be the same without vectors."""
-    payloads = []
-    for use in (False, True):
-        use_vectors(use)
-        payload, count = TABLE.encode(old, new, layout)
-        assert count == np.count_nonzero(old != new)
-        payloads.append(payload)
-    assert payloads[0] == payloads[1]
-    return payloads[0]
+    payload, count = made_alike(lambda: TABLE.encode(old, new, layout))
+    assert count == np.count_nonzero(old != new)
+    return payload
 
 
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         found = TABLE.decode(memoryview(payload), old, layout)
         assert found.before is not None, "no look into memory that is in no cache"
         np.testing.assert_array_equal(found.before, old[found.positions])
@@ -121,8 +115,7 @@ def test_any_tables_are_understood(head: oracle.Head, seed: int, any_steps: bool
 
 
 def refused(payload: bytes, match: str) -> None:
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         with pytest.raises(CorruptPatch, match=match):
             TABLE.decode(memoryview(payload), BASE, LAYOUT)
 

@@ -15,6 +15,16 @@ from pulse_rl.frameworks.transformers import checkpoint_weights
 from tests.trainers.support import tiny
 
 PROMPT = list(range(10, 58))
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+"""The sizes of models of which every layer can be quantized."""
 
 
 class Policy:

@@ -20,7 +20,7 @@ import torch
 from pulse_rl import Bits
 from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.tensors import State
-from tests.engines.policy import Followed
+from tests.engines.policy import SMALL, Followed
 from tests.support.programs import ran
 
 FORMATS = {
@@ -78,17 +78,7 @@ def prepare(case: str) -> None:
 def small(experts: bool) -> Any:
     import transformers
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.06,
-        "tie_word_embeddings": False,
-    }
+    sizes: dict[str, Any] = SMALL | {"max_position_embeddings": 256, "initializer_range": 0.06}
     if not experts:
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).to(torch.bfloat16)
     sizes |= {

@@ -19,9 +19,8 @@ from .policy import Policy
 from .server import complete, free_port, server
 
 
-def test_a_trainer_of_vllms_own_api(policy: Policy, tmp_path: Path) -> None:
+def test_a_trainer_of_vllms_own_api(policy: Policy, tmp_path: Path, signer: Signer) -> None:
     store, port = str(tmp_path / "own"), free_port()
-    signer = Signer.generate()
     info = PulseTrainerInitInfo(store, "policy", publisher={"signer": signer}, rank=0)
     client = HTTPVLLMWeightSyncClient(f"http://127.0.0.1:{port}")
     source = ModuleSource(policy.model)

@@ -30,21 +30,11 @@ from sglang.srt.model_loader import get_model_loader  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 from pulse_rl.engines.sglang import plugin  # noqa: E402
-from tests.engines.policy import Followed  # noqa: E402
+from tests.engines.policy import SMALL, Followed  # noqa: E402
 
 from .package import join  # noqa: E402
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = SMALL | {"head_dim": 64, "max_position_embeddings": 128}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

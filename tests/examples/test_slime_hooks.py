@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from pulse_rl import Subscriber  # noqa: E402
-from tests.support.commands import Pulse  # noqa: E402
+from tests.support.commands import POLICY, Pulse  # noqa: E402
 
 
 def hook(name: str) -> Any:
@@ -49,19 +49,7 @@ def test_full_versions_reach_a_host_of_engines(
         shutil.rmtree(written)  # as slime does
         with pytest.raises(TimeoutError, match="pulse follow"):
             hook("before_read")(str(host), number)
-        pulse(
-            "follow",
-            store,
-            "--stream",
-            "policy",
-            "--out",
-            host,
-            "--layout",
-            "slime",
-            "--keep",
-            1,
-            "--once",
-        )
+        pulse("follow", store, *POLICY, "--out", host, "--layout", "slime", "--keep", 1, "--once")
         hook("before_read")(str(host), number)
         shutil.copytree(host / f"weight_v{number:06d}", local, dirs_exist_ok=True)
         assert (load_file(local / "model.safetensors")["w"] == number).all()

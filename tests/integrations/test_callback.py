@@ -54,6 +54,10 @@ class Training:
         """Time passes until all that was submitted has ended."""
         self.callback._publisher.wait()
 
+    def settled_step(self) -> None:
+        self.step()
+        self.settle()
+
     def end(self) -> None:
         self.tell("train_end")
 
@@ -61,6 +65,12 @@ class Training:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("log", logs=logs)
         return logs
+
+
+def begun(store: Any, **settings: Any) -> Training:
+    training = Training(store, **settings)
+    training.begin()
+    return training
 
 
 class Gate(MemoryStore):
@@ -104,8 +114,7 @@ def steps(store: MemoryStore) -> list[Any]:
 
 def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
     store = Gate()
-    training = Training(store)
-    training.begin()
+    training = begun(store)
     store.gate.clear()
     training.step()
     assert store.waiting.wait(20)
@@ -117,16 +126,12 @@ def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
     assert training.log()["pulse/replaced"] == 3
 
 
-def test_another_publisher_ends_the_training() -> None:
-    store = MemoryStore()
-    training = Training(store, replace=False)
-    training.begin()
-    training.step()
-    training.settle()
+def test_another_publisher_ends_the_training(store: MemoryStore) -> None:
+    training = begun(store, replace=False)
+    training.settled_step()
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
-    training.step()
-    training.settle()
+    training.settled_step()
     with pytest.raises(PublisherConflict):
         training.step()
 
@@ -137,11 +142,9 @@ def test_another_publisher_ends_the_training() -> None:
 def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[str, Any]) -> None:
     """What a log has seen is raised all the same, by the next step."""
     store = MemoryStore()
-    training = Training(store, **settings)
-    training.begin()
+    training = begun(store, **settings)
     for _ in range(3):
-        training.step()
-        training.settle()
+        training.settled_step()
         training.log(loss=1.0)
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
@@ -159,16 +162,13 @@ def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[st
 
 
 def test_another_publisher_at_the_end_is_kept_for_the_program(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, store: MemoryStore
 ) -> None:
-    store = MemoryStore()
-    training = Training(store)
-    training.begin()
+    training = begun(store)
     training.settle()
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
-    training.step()
-    training.settle()
+    training.settled_step()
     training.log(train_loss=1.0)
     training.end()
     assert isinstance(training.callback.error, PublisherConflict)
@@ -200,8 +200,7 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step() -> None
 def test_any_error_at_the_end_is_kept_for_the_program(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training = Training(MemoryStore(), rank=rank)
-    training.begin()
+    training = begun(MemoryStore(), rank=rank)
     lost = RuntimeError("CUDA out of memory")
 
     def state_dict(**_: Any) -> Any:
@@ -217,8 +216,7 @@ def test_any_error_at_the_end_is_kept_for_the_program(
 
 def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
     store = Gate()
-    training = Training(store, replace=False)
-    training.begin()
+    training = begun(store, replace=False)
     training.settle()
     store.away = True
     for _ in range(3):
@@ -233,12 +231,9 @@ def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
     assert steps(store) == [0, 3]
 
 
-def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
-    store = MemoryStore()
-    training = Training(store, replace=False)
-    training.begin()
-    training.step()
-    training.settle()
+def test_metadata_are_the_finite_numbers_of_the_last_log(store: MemoryStore) -> None:
+    training = begun(store, replace=False)
+    training.settled_step()
     said = training.log(loss=0.5, broken=float("nan"), endless=float("inf"), text="no", steps=[1])  # type: ignore[arg-type]
     assert said["pulse/version"] == 1
     training.state.epoch = 1
@@ -253,8 +248,7 @@ def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
     }
 
 
-def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
-    store = MemoryStore()
+def test_the_best_model_is_published_if_it_is_loaded_at_the_end(store: MemoryStore) -> None:
     training = Training(store, replace=False)
     training.args.load_best_model_at_end = True
     training.begin()
@@ -267,10 +261,8 @@ def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
     assert not worker.state.read("weight").any()
 
 
-def test_other_ranks_publish_nothing() -> None:
-    store = MemoryStore()
-    training = Training(store, rank=1)
-    training.begin()
+def test_other_ranks_publish_nothing(store: MemoryStore) -> None:
+    training = begun(store, rank=1)
     training.step()
     assert training.log() == {}
     training.end()

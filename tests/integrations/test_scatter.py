@@ -22,7 +22,7 @@ from pulse_rl.patch.apply import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.sync.update import TensorUpdate
 from tests.support.scatter import check, kernel_of_numpy
-from tests.support.states import Rng, all_dtypes, mutated
+from tests.support.states import Rng, all_dtypes, mutated, present
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,7 @@ def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: An
         for _ in range(3):
             old = mutated(rng, old, 0.2)
             publisher.publish(old)
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             versions = {name: tensor._version for name, tensor in model.items()}
             apply_(model, update)
             assert state_root(model) == worker.root

@@ -31,6 +31,8 @@ from tests.support.states import (
     bits,
     history,
     mutated,
+    present,
+    publish_each,
     snapshot,
     weights,
 )
@@ -39,9 +41,7 @@ from tests.support.states import (
 def updates(*states: Any) -> list[Update]:
     """The full update to the first of some consecutive versions, and the patches to the others."""
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(store, stream="policy"), states)
     newcomer, follower = Subscriber(store, stream="policy"), Subscriber(store, stream="policy")
     follower.sync(0)
     found = [newcomer.sync(0), *(follower.sync(version) for version in range(1, len(states)))]
@@ -107,8 +107,7 @@ def test_a_module_holds_each_version_with_its_ties_and_buffers() -> None:
             trained = Policy()
             trained.counts += version
             root = publisher.publish(trained.state_dict()).root
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             apply_(model, update)
             assert state_root(model.state_dict()) == root
             assert model.linear.weight.requires_grad
@@ -166,8 +165,7 @@ def test_tied_weights_of_qwen_have_one_root_and_stay_tied(tmp_path: Path) -> Non
     for step in range(3):
         train(trainer, step)
         publisher.publish(trainer.state_dict())
-        update = subscriber.sync()
-        assert update is not None
+        update = present(subscriber.sync())
         apply_(worker, update)
         assert state_root(worker.state_dict()) == update.root == state_root(trainer.state_dict())
         assert worker.lm_head.weight is worker.model.embed_tokens.weight
@@ -191,9 +189,8 @@ def test_an_untied_copy_of_a_tied_tensor_is_written_too() -> None:
     assert snapshot(worker.state_dict()) == snapshot(trainer.state_dict())
 
 
-def test_a_tie_that_is_cut_is_another_set_of_tensors(rng: Rng) -> None:
+def test_a_tie_that_is_cut_is_another_set_of_tensors(rng: Rng, store: MemoryStore) -> None:
     tied = weights(rng, 20, 4)
-    store = MemoryStore()
     publisher, subscriber, live = (
         Publisher(store, stream="policy"),
         Subscriber(store, stream="policy"),
@@ -307,9 +304,8 @@ def test_to_torch_gives_every_name_its_bits(rng: Rng) -> None:
     assert {n: t.nbytes for n, t in found.items()} == {n: state.spec(n).nbytes for n in state}
 
 
-def test_to_torch_of_a_subscribers_state_is_a_copy(rng: Rng) -> None:
+def test_to_torch_of_a_subscribers_state_is_a_copy(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 1)
-    store = MemoryStore()
     Publisher(store, stream="policy").publish(states[0])
     subscriber = Subscriber(store, stream="policy")
     subscriber.sync()

@@ -100,8 +100,7 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
     assert closes(stored) == [["a"]] * 3 + [["a", "c"], ["a"], ["a", "c"], ["a", "c"]]
 
 
-def test_who_was_late_comes_back_and_leaves_without_waiting() -> None:
-    store = MemoryStore()
+def test_who_was_late_comes_back_and_leaves_without_waiting(store: MemoryStore) -> None:
     a, c = alone(store), Member(store, "c", quorum=2, grace=0.0)
     with a.loop:
         with c.loop:
@@ -111,15 +110,13 @@ def test_who_was_late_comes_back_and_leaves_without_waiting() -> None:
             saved, job = c.loop.state_dict(), deepcopy(c.job.state_dict())
         assert isinstance(saved["message"], str)
         back = Member(store, "c", quorum=2, grace=0.0)
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             pass  # nobody else is there: who waits here gets TrainerLost in the end
 
 
-def test_steps_behind_a_message_that_never_arrived_stay_what_they_were() -> None:
+def test_steps_behind_a_message_that_never_arrived_stay_what_they_were(store: MemoryStore) -> None:
     """Of a trainer that was late, and is killed."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, c = alone(store), Member(line, "c", quorum=2, grace=0.0)
     with a.loop:
@@ -134,16 +131,14 @@ def test_steps_behind_a_message_that_never_arrived_stay_what_they_were() -> None
             raise Killed
         assert line.fired
         back = Member(store, "c", quorum=2, grace=0.0)
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             assert same(local_steps(back), steps)
 
 
-def test_a_crowd_is_let_in_by_and_by() -> None:
+def test_a_crowd_is_let_in_by_and_by(store: MemoryStore) -> None:
     """All read the messages of a first round: it names sixteen, and the next one all who are
     there."""
-    store = MemoryStore()
     names = [f"t{number:02d}" for number in range(18)]
     waiting = []
     for name in names[:-1]:
@@ -173,10 +168,9 @@ def test_a_crowd_is_let_in_by_and_by() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_is_late_when_it_leaves_does_not_wait(overlap: int) -> None:
+def test_who_is_late_when_it_leaves_does_not_wait(overlap: int, store: MemoryStore) -> None:
     """Its message is there all the same, and counts if the others go on; it comes back and
     knows."""
-    store = MemoryStore()
     a, c = alone(store), Member(store, "c", quorum=2, grace=0.0, overlap=overlap)
     with a.loop:
         with c.loop:
@@ -189,8 +183,7 @@ def test_who_is_late_when_it_leaves_does_not_wait(overlap: int) -> None:
         a.round()
         assert closes(store) == [["a"], ["a", "c"]]
         back = alone(store, "c")
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             assert same(flat(back.loop.global_state()), flat(a.loop.global_state()))
             assert flat(back.loop.residual()).square().sum() < residual.square().sum()

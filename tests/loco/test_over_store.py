@@ -71,6 +71,10 @@ class Member:
         )
         self.first = flat(self.loop.global_state()).clone()
 
+    def load(self, job: Any, saved: Any) -> None:
+        self.job.load_state_dict(job)
+        self.loop.load_state_dict(saved)
+
     def round(self) -> str:
         before = self.loop.round
         for _ in range(2):
@@ -274,8 +278,7 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
         raise Killed
     assert store.fired is not arrived
     again = alone(store, overlap=1)
-    again.job.load_state_dict(job)
-    again.loop.load_state_dict(saved)
+    again.load(job, saved)
     with again.loop:
         rounds(again, 2)
     again.final = again.held()
@@ -298,10 +301,9 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
+def test_steps_that_may_have_counted_are_not_sent_again(overlap: int, store: MemoryStore) -> None:
     """A checkpoint of mid-round; then its process puts the round's message, and dies: what is saved
     is part of that."""
-    store = MemoryStore()
     first = alone(store, overlap=overlap)
     with suppress(Killed), first.loop:
         first.job.step(ord("a"))
@@ -312,8 +314,7 @@ def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
         raise Killed
     assert closes(store) == [["a"]]
     back = alone(store, overlap=overlap)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         assert back.loop.round == 1
         assert not flat(back.loop.residual()).any()
@@ -321,9 +322,8 @@ def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
 
 
 @pytest.mark.parametrize("rewound", [True, False])
-def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
+def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool, store: MemoryStore) -> None:
     """The round ends after it has come back: with the message that it had put before."""
-    store = MemoryStore()
     first = alone(store, overlap=1)
     with suppress(Killed), first.loop:
         first.job.step(ord("a"))
@@ -335,8 +335,7 @@ def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
     close = store.get(name)
     store.delete(name)
     back = alone(store, overlap=1)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         if rewound:
             back.loop.rewind()
@@ -347,9 +346,8 @@ def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
         assert flat(back.loop.residual()).any() == rewound
 
 
-def test_overlap_may_begin_in_mid_round() -> None:
+def test_overlap_may_begin_in_mid_round(store: MemoryStore) -> None:
     """From a checkpoint without: its steps are what they were."""
-    store = MemoryStore()
     first = alone(store)
     with suppress(Killed), first.loop:
         for _ in range(3):
@@ -359,8 +357,7 @@ def test_overlap_may_begin_in_mid_round() -> None:
         raise Killed
     steps = [local_steps(first)]
     second = alone(store, overlap=1)
-    second.job.load_state_dict(job)
-    second.loop.load_state_dict(saved)
+    second.load(job, saved)
     with second.loop:
         steps.append(local_steps(second))
         second.job.step(ord("a"))
@@ -418,8 +415,7 @@ def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) 
         other.round()
     assert ("a" in closes(store)[-1]) == counted
     back = alone(store)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         assert same(flat(back.loop.global_state()), flat(other.loop.global_state()))
         assert same(flat(back.loop.residual()), torch.zeros_like(before) if counted else before)
@@ -454,8 +450,7 @@ def test_a_round_whose_store_fails_goes_on(call: str, folder: str, after: bool) 
         assert same(one, other)
 
 
-def test_without_a_quorum_nothing_is_lost() -> None:
-    store = MemoryStore()
+def test_without_a_quorum_nothing_is_lost(store: MemoryStore) -> None:
     over = StoreExchange(store, trainer="a", quorum=2, grace_seconds=0.0, deadline_seconds=0.0)
     job = Job(lr=1e-3)
     with PulseLoCo(job.model, job.optimizer, sync_every=1, over=over) as loop:
@@ -471,10 +466,9 @@ def test_without_a_quorum_nothing_is_lost() -> None:
         assert same(flat(loop.global_state()), flat(other.loop.global_state()))
 
 
-def test_what_others_write_is_passed_over() -> None:
+def test_what_others_write_is_passed_over(store: MemoryStore) -> None:
     """Names that are none, a message of another theta, one that is cut off, and one larger than
     any."""
-    store = MemoryStore()
     member = alone(store)
     with member.loop:
         member.round()
@@ -491,8 +485,7 @@ def test_what_others_write_is_passed_over() -> None:
     ] == ["a"]
 
 
-def test_what_is_not_finite_is_its_trainers_own_affair() -> None:
-    store = MemoryStore()
+def test_what_is_not_finite_is_its_trainers_own_affair(store: MemoryStore) -> None:
     member, bad = alone(store), alone(store, "b")
     with member.loop, bad.loop:
         with torch.no_grad():
@@ -554,9 +547,8 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("case", refusals())
-def test_refusals(case: str) -> None:
+def test_refusals(case: str, store: MemoryStore) -> None:
     act, error, match = refusals()[case]
-    store = MemoryStore()
     with alone(store).loop:
         pass
     with pytest.raises(error, match=match):

@@ -47,6 +47,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     force_gated(None)
 
 
+@pytest.fixture
+def line(store: MemoryStore) -> FaultyStore:
+    return FaultyStore(store)
+
+
 def gated(store: Store, name: str, **settings: Any) -> Member:
     return Member(store, name, **{"quorum": 2} | settings)
 
@@ -71,8 +76,7 @@ def end(store: Store, *members: Member) -> None:
 
 @pytest.mark.parametrize(("wire", "sweep"), [("FP32", None), ("int4", None), ("int2", 2)])
 @pytest.mark.usefixtures("small_blocks")
-def test_owners_sum_their_shares(wire: WireName, sweep: int | None) -> None:
-    store = MemoryStore()
+def test_owners_sum_their_shares(wire: WireName, sweep: int | None, store: MemoryStore) -> None:
     a, b, c = (gated(store, name, wire=wire, sweep=sweep, quorum=3) for name in "abc")
     with a.loop, b.loop, c.loop:
         together(a, b, c, rounds=4)
@@ -83,9 +87,8 @@ def test_owners_sum_their_shares(wire: WireName, sweep: int | None) -> None:
         end(store, a, b, c)
 
 
-def test_a_late_owner_is_not_waited_for() -> None:
+def test_a_late_owner_is_not_waited_for(store: MemoryStore) -> None:
     """It dies as it puts its sums: the other makes them, and withholds what they lack."""
-    store = MemoryStore()
     a_line, b_line = FaultyStore(store), FaultyStore(store)
     a, b = gated(a_line, "a"), gated(b_line, "b", grace=0.0)
     with a.loop, b.loop:
@@ -102,9 +105,8 @@ def test_a_late_owner_is_not_waited_for() -> None:
         end(store, a, b)
 
 
-def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
+def test_who_comes_after_a_late_owner_makes_its_sums_first(store: MemoryStore) -> None:
     """By how many posts after the owner's its own is."""
-    store = MemoryStore()
     member = gated(store, "c", quorum=1)
     with member.loop:
         member.round()
@@ -123,9 +125,7 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
         assert distance("a", 5) == 0
 
 
-def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:
-    store = MemoryStore()
-    line = FaultyStore(store)
+def test_an_owner_that_lost_a_reply_knows_its_sums(store: MemoryStore, line: FaultyStore) -> None:
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -138,10 +138,9 @@ def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:
         end(store, a, b)
 
 
-def test_an_owner_that_was_killed_finds_what_it_withheld() -> None:
+def test_an_owner_that_was_killed_finds_what_it_withheld(store: MemoryStore) -> None:
     """From a checkpoint: its own message may not count twice, but what it held back of sums it
     makes again."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
@@ -152,8 +151,7 @@ def test_an_owner_that_was_killed_finds_what_it_withheld() -> None:
             together(a, b)
         b.final = b.held()
     back = gated(store, "a")
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop, a.loop:  # a process that lives on knows the same
         assert same(flat(back.loop.global_state()), b.final[0])
         a.log.append((1, a.loop.round, a.now))
@@ -178,8 +176,7 @@ class Damaging(FaultyStore):
         super().put(name, data)
 
 
-def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
-    store = MemoryStore()
+def test_a_part_that_is_damaged_is_left_out_and_loses_nothing(store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(Damaging(store), "b")
     with a.loop, b.loop:
         together(a, b, rounds=4)
@@ -199,14 +196,13 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_closes_reads_heads_alone(overlap: int) -> None:
+def test_who_closes_reads_heads_alone(overlap: int, line: FaultyStore) -> None:
     store, read = MemoryStore(), Counter[str]()
 
     def arrives(name: str, data: bytes) -> bytes:
         read[name] += len(data)
         return data
 
-    line = FaultyStore(store)
     line.damage = arrives
     a, b = (
         gated(store, "a", overlap=overlap),
@@ -221,8 +217,7 @@ def test_who_closes_reads_heads_alone(overlap: int) -> None:
 
 
 @pytest.mark.parametrize("lie", ["entries", "squares", "not finite", "junk"])
-def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str) -> None:
-    store = MemoryStore()
+def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str, store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -341,9 +336,7 @@ def test_who_cannot_read_what_others_have_added_stops() -> None:
     assert "cannot be read here: part 1 is damaged" in outcome["b"]
 
 
-def test_sums_that_no_list_shows_yet_are_made_once() -> None:
-    store = MemoryStore()
-    line = FaultyStore(store)
+def test_sums_that_no_list_shows_yet_are_made_once(store: MemoryStore, line: FaultyStore) -> None:
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -361,9 +354,8 @@ def test_sums_that_no_list_shows_yet_are_made_once() -> None:
     assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
 
 
-def test_who_never_sees_sums_stops_once_the_others_have_gone_on() -> None:
+def test_who_never_sees_sums_stops_once_the_others_have_gone_on(store: MemoryStore) -> None:
     """Their next round is closed only after it has looked, and has made its own."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b, c = gated(store, "a", quorum=3), gated(store, "b", quorum=3), gated(line, "c", quorum=3)
     with a.loop, b.loop, c.loop:
@@ -415,8 +407,7 @@ def test_all_stop_at_a_close_that_names_what_cannot_count(monkeypatch: pytest.Mo
         assert same(flat(b.loop.global_state()), theta)
 
 
-def test_names_in_deeper_folders_are_no_sums() -> None:
-    store = MemoryStore()
+def test_names_in_deeper_folders_are_no_sums(store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -436,9 +427,8 @@ def test_sums_are_signed_by_who_has_made_them() -> None:
         ShareSums.parse(data, "sums", place, 0, trusted_by(keys))
 
 
-def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way() -> None:
+def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way(store: MemoryStore) -> None:
     """It has another number of parts."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
@@ -447,8 +437,7 @@ def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way() -> None:
         line.fail_on("list", "posts")
         with pytest.raises(StoreUnavailable):
             a.round()
-        a.job.load_state_dict(job)
-        a.loop.load_state_dict(saved)
+        a.load(job, saved)
         a.loop.rejoin()
         together(a, b)
         a.loop.rejoin()

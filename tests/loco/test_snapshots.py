@@ -13,9 +13,8 @@ from tests.support.stores import FaultyStore
 from .test_over_store import alone, closes
 
 
-def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
+def test_who_is_new_or_far_behind_takes_up_the_run(store: MemoryStore) -> None:
     """By a snapshot and the messages since: older ones are gone."""
-    store = MemoryStore()
     member, behind = alone(store), alone(store, "b")
     with behind.loop:
         behind.round()
@@ -43,9 +42,8 @@ def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
 
 
 @pytest.mark.parametrize("how", ["damaged", "cut", "gone", "deleted meanwhile"])
-def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
+def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str, store: MemoryStore) -> None:
     """The one before it serves, and the messages since that."""
-    store = MemoryStore()
     member = alone(store)
     with member.loop:
         while len(closes(store)) < 30:
@@ -67,10 +65,9 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["b", "c"])
-def test_who_reads_a_snapshot_too_slowly_takes_the_next_one(name: str) -> None:
+def test_who_reads_a_snapshot_too_slowly_takes_the_next_one(name: str, store: MemoryStore) -> None:
     """While it reads the newest one, new or far behind, two more are stored, and that one is
     deleted."""
-    store = MemoryStore()
     behind, member = alone(store, "b"), alone(store)
     with behind.loop:
         behind.round()

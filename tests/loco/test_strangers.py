@@ -77,8 +77,7 @@ def put(store: Store, number: int, trainer: str, data: bytes) -> str:
     return digest
 
 
-def test_members_meet_by_their_keys() -> None:
-    store = MemoryStore()
+def test_members_meet_by_their_keys(store: MemoryStore) -> None:
     a, b = members(store)
     with a.loop, b.loop:
         assert a.round() == ""
@@ -124,9 +123,8 @@ def test_posts_of_strangers_are_refused_and_say_why() -> None:
         assert list(close_of(store, 0)[1].values()) == ["it has an invalid signature"]
 
 
-def test_junk_in_a_members_name_does_not_hide_its_message() -> None:
+def test_junk_in_a_members_name_does_not_hide_its_message(store: MemoryStore) -> None:
     """However much of it there is: what is known to be refused is not looked at again."""
-    store = MemoryStore()
     member = Member(store, MEMBERS[0], quorum=2, deadline_seconds=60.0)
     other = Member(store, MEMBERS[1], quorum=2, deadline_seconds=60.0)
     with member.loop, other.loop, ThreadPoolExecutor(1) as pool:
@@ -185,9 +183,8 @@ def test_who_learns_too_much_rewinds_and_goes_on(overlap: int, inside: bool) -> 
     assert loop.round >= 3
 
 
-def test_a_message_in_another_name_is_not_counted_twice() -> None:
+def test_a_message_in_another_name_is_not_counted_twice(store: MemoryStore) -> None:
     """A copy in the same round: its bytes, and so its digest, are those of a good one."""
-    store = MemoryStore()
     member = Member(store, MEMBERS[0], quorum=2)
     with member.loop:
         with pytest.raises(TrainerLost, match="1 of 2"):
@@ -272,8 +269,7 @@ def test_a_bound_holds_for_all() -> None:
         assert words in close_of(store, 0)[1].popitem()[1]
 
 
-def test_what_is_not_finite_is_refused_without_keys_as_well() -> None:
-    store = MemoryStore()
+def test_what_is_not_finite_is_refused_without_keys_as_well(store: MemoryStore) -> None:
     member = Member(store, None)
     with member.loop:
         data = member.not_finite()

@@ -21,7 +21,7 @@ from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.lying_store import LyingStore
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import TinyTrainer
+from tests.support.states import TinyTrainer, reach
 from tests.support.stores import FaultyStore, names
 
 
@@ -38,8 +38,7 @@ def stream_with_anchors(
     return publisher, trainer, roots
 
 
-def test_what_goes_is_what_nothing_names() -> None:
-    store = MemoryStore()
+def test_what_goes_is_what_nothing_names(store: MemoryStore) -> None:
     stream_with_anchors(store)
     before = {info.name for info in store.list("s")}
     dry = gc_stream(store, "s", keep=3, grace_seconds=0, dry_run=True)
@@ -71,12 +70,10 @@ def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged(
     for version in (10, 11):
         trainer.step()
         assert again.publish(trainer.state).version == version
-        reader.sync()
-        assert reader.root == state_root(trainer.state)
+        reach(reader, state_root(trainer.state))
 
 
-def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
-    store = MemoryStore()
+def test_a_payload_whose_manifest_is_on_its_way_stays(store: MemoryStore) -> None:
     stream_with_anchors(store)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"just uploaded")
     assert not any(
@@ -104,8 +101,7 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=1)
     store.tell("get", collect)
-    reader.sync()
-    assert reader.root == state_root(trainer.state)
+    reach(reader, state_root(trainer.state))
     assert not store.call
 
 
@@ -133,9 +129,7 @@ def test_a_clock_that_goes_backwards_loses_nothing(
     now = 9e9
     gc_stream(store, "s", keep=2)
     assert f"s/payloads/{'ab' * 32}.patch" in {info.name for info in store.list("s/payloads")}
-    reader = Subscriber(store, stream="s", threads=1)
-    reader.sync()
-    assert reader.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
     assert all(report.ok for report in verify_stream(store, "s"))
 
 
@@ -150,8 +144,7 @@ def test_a_publisher_keeps_what_it_is_told_to() -> None:
     assert 0 < left[0] <= 25
     newcomer = Subscriber(store, stream="s")
     newcomer.sync(25)
-    newcomer.sync()
-    assert newcomer.root == root
+    reach(newcomer, root)
     with Publisher(store, stream="s", anchor_ratio=0.02, keep=1) as again:
         trainer.step()
         again.publish(trainer.state, anchor=True)

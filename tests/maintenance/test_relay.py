@@ -22,7 +22,7 @@ from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
 from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.relays import Counted, assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, reach, roots
 from tests.support.stores import FaultyStore, names, s3_store
 
 KEY = Signer(bytes(range(32)))
@@ -88,12 +88,11 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     assert_whole(target, "s")
     root = publish(1)
     relay.sync()
-    reader.sync()
-    assert reader.root == root
+    reach(reader, root)
 
 
-def test_what_a_relay_skipped_can_be_collected_around() -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+def test_what_a_relay_skipped_can_be_collected_around(source: MemoryStore) -> None:
+    target, trainer = MemoryStore(), TinyTrainer()
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     for version in range(30):
         trainer.step()
@@ -116,8 +115,7 @@ def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> N
     publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
     publisher.publish(first)
     Relay(source, target, stream="policy", threads=1).sync()
-    for state in (first, second):
-        publisher.publish(state)
+    publish_each(publisher, (first, second))
     manifests = Subscriber(source, stream="policy").stream
     unchanged, patch = manifests.manifest(1).patch, manifests.manifest(2).patch
     assert patch is not None
@@ -146,9 +144,9 @@ def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
+def test_a_damaged_payload_is_not_passed_on(damage: str, source: MemoryStore) -> None:
     """The relay goes around it, and says so."""
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    target, trainer = MemoryStore(), TinyTrainer()
     seen: list[Event] = []
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     relay = Relay(source, target, stream="s", threads=1, on_event=seen.append)
@@ -158,8 +156,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
         publisher.wait()
         if version == 0:
             relay.sync()
-    patch = publisher.head()
-    assert patch is not None
+    assert publisher.head() is not None
     lost = Subscriber(source, stream="s").stream.manifest(2).patch
     name = f"s/payloads/{lost.parts[0].sha256}.patch"
     data = source.get(name)
@@ -237,15 +234,14 @@ def test_digests_that_stay_damaged_cost_less_and_less(rng: Rng) -> None:
     assert set(source.calls) == {("list", "policy/versions")}
 
 
-def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
+def test_a_gap_in_the_source_is_named(rng: Rng, source: MemoryStore) -> None:
+    target = MemoryStore()
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
     publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
     relay.sync()
-    for state in states[1:]:
-        publisher.publish(state)
+    publish_each(publisher, states[1:])
     head = publisher.head()
     source.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="version 2"):
@@ -257,8 +253,8 @@ def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
     assert newest_root(target) == root
 
 
-def test_folds_are_passed_on_with_their_signatures() -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+def test_folds_are_passed_on_with_their_signatures(source: MemoryStore) -> None:
+    target, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, signer=KEY, anchor_ratio=1e9)
     keys = [KEY.public_key]
     for version in range(17):
@@ -307,9 +303,8 @@ def test_memory_is_bounded_by_pieces_not_by_payloads(
     assert_whole(LocalStore(tmp_path / "near"), "s")
 
 
-def test_events_and_refusals(rng: Rng) -> None:
+def test_events_and_refusals(rng: Rng, source: MemoryStore) -> None:
     seen: list[Event] = []
-    source = MemoryStore()
     Publisher(source, stream="policy").publish(history(rng, 1)[0])
     done = Relay(source, MemoryStore(), stream="policy", on_event=seen.append).sync()
     assert seen == [done]

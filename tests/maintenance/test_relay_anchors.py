@@ -18,7 +18,7 @@ from tests.support.states import Rng, history, roots, weights
 from tests.support.stores import FaultyStore, names
 
 
-def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
+def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng, source: MemoryStore) -> None:
     """Between two shards of an anchor the relay looks for newer versions, and shows them first."""
     states = history(rng, 3)
     expected = roots(states)
@@ -34,7 +34,7 @@ def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
                 if len(shown) == 1:
                     publisher.publish(states[2])
 
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = tuned(source, stream="policy", shard_bytes=3000, threads=1, anchor_ratio=1e9)
     publisher.publish(states[0])
     Relay(source, target, stream="policy", threads=1).sync()
@@ -47,9 +47,9 @@ def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
     assert names(watched, "policy/links") == names(source, "policy/links")
 
 
-def test_an_anchor_that_was_left_half_way_is_finished(rng: Rng) -> None:
+def test_an_anchor_that_was_left_half_way_is_finished(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = tuned(source, stream="policy", shard_bytes=3000, anchor_ratio=1e9)
     publisher.publish(states[0])
     Relay(source, target, stream="policy", threads=1).sync()
@@ -82,8 +82,8 @@ def test_its_own_retention(tmp_path: Path, rng: Rng) -> None:
     assert len(names(target, "policy/payloads")) < len(names(source, "policy/payloads"))
 
 
-def test_its_retention_where_versions_come_by_anchors(rng: Rng) -> None:
-    source, target = MemoryStore(), MemoryStore()
+def test_its_retention_where_versions_come_by_anchors(rng: Rng, source: MemoryStore) -> None:
+    target = MemoryStore()
     publisher = Publisher(source, stream="policy", threads=1)
     relay = Relay(source, target, stream="policy", keep=1, threads=1)
     for number, state in enumerate(history(rng, 4)):
@@ -113,9 +113,9 @@ def test_anchors_that_come_faster_than_one_crosses_do_not_starve_it(rng: Rng) ->
     assert Subscriber(target, stream="policy", threads=1).sync().version == begun  # type: ignore[union-attr]
 
 
-def test_a_call_copies_as_many_shards_as_it_is_told(rng: Rng) -> None:
+def test_a_call_copies_as_many_shards_as_it_is_told(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = tuned(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)

@@ -13,7 +13,7 @@ from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, roots
 from tests.support.stores import names
 
 KEY = Signer(bytes(range(32)))
@@ -34,22 +34,19 @@ JUNK: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("what", JUNK)
-def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng) -> None:
+def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     keys = [KEY.public_key] if signed else None
-    publisher = Publisher(source, stream="policy", signer=KEY if signed else None)
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(source, stream="policy", signer=KEY if signed else None), states)
     source.put(*JUNK[what])
     Relay(source, target, stream="policy", trusted_keys=keys, threads=1).sync()
     assert newest_root(target, trusted_keys=keys) == roots(states)[-1]
     assert JUNK[what][0] not in names(target, "policy")
 
 
-def test_a_fold_that_is_none_is_not_passed_on() -> None:
-    """A patch of one version, listed as one over sixteen: followers of the target would be stuck
-    behind it."""
+def relayed_once() -> tuple[MemoryStore, MemoryStore, str]:
+    """A stream of 18 versions, a target that has the first, and the root of the last."""
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
     for version in range(18):
@@ -57,21 +54,27 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
         root = publisher.publish(trainer.state).root
         if version == 0:
             Relay(source, target, stream="s", threads=1).sync()
+    return source, target, root
+
+
+def test_a_fold_that_is_none_is_not_passed_on() -> None:
+    """A patch of one version, listed as one over sixteen: followers of the target would be stuck
+    behind it."""
+    source, target, root = relayed_once()
     patch = Subscriber(source, stream="s").stream.manifest(1).patch
     (part,) = patch.parts
     false, listed = fold_link("s", 0, 16, (part.sha256, part.bytes))
     source.put(false, listed)
-    done = Relay(source, target, stream="s", threads=1).sync()
-    assert done is not None
+    assert Relay(source, target, stream="s", threads=1).sync() is not None
     assert false not in names(target, "s/links")
     assert len(names(target, "s/versions")) == 18
     assert newest_root(target, "s") == root
     assert_whole(target, "s")
 
 
-def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
+def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 4)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     Publisher(source, stream="policy", signer=KEY).publish(states[0])
     relay = Relay(source, target, stream="policy", trusted_keys=[KEY.public_key], threads=1)
     relay.sync()
@@ -81,14 +84,12 @@ def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
     assert names(target, "policy/versions") == ["policy/versions/000000000000.json"]
 
 
-def test_a_stream_that_is_recreated(rng: Rng) -> None:
+def test_a_stream_that_is_recreated(rng: Rng, source: MemoryStore) -> None:
     """As for a subscriber: refused, or followed where that is wished; the followers of the target
     see the same."""
+    target = MemoryStore()
     states = history(rng, 6)
-    source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy")
-    for state in states[:4]:
-        publisher.publish(state)
+    publish_each(Publisher(source, stream="policy"), states[:4])
     careful = Relay(source, target, stream="policy", threads=1)
     careful.sync()
     reader = Subscriber(target, stream="policy", threads=1)
@@ -123,9 +124,9 @@ def test_a_store_that_somebody_publishes_to_is_no_target(rng: Rng) -> None:
     assert names(origin, "policy") == before
 
 
-def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng) -> None:
+def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng, source: MemoryStore) -> None:
     states = history(rng, 3)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = Publisher(source, stream="policy")
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
@@ -138,10 +139,10 @@ def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng) -> None:
         relay.sync()
 
 
-def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng) -> None:
+def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng, source: MemoryStore) -> None:
     """The target is the relay's. A publisher would skip the number; a copy cannot."""
     states = history(rng, 2)
-    source, target = MemoryStore(), MemoryStore()
+    target = MemoryStore()
     publisher = Publisher(source, stream="policy")
     publisher.publish(states[0])
     target.put("policy/versions/000000000000.json", b"junk")
@@ -170,8 +171,7 @@ def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
     for name, data in backup.items():
         source.put(name, data)
     publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
-    for state in states[2:4]:
-        publisher.publish(state)
+    publish_each(publisher, states[2:4])
     with pytest.raises(PulseError):
         relay.sync()
     assert newest_root(target) == roots(states)[1], "the target shows what it had"
@@ -181,13 +181,7 @@ def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
 
 
 def test_a_fold_of_another_size_of_state_is_not_cut(rng: Rng) -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
-    publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
-    for version in range(18):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
-        if version == 0:
-            Relay(source, target, stream="s", threads=1).sync()
+    source, target, root = relayed_once()
     bomb = header_of_many_blocks()
     name = f"s/payloads/{sha256(bomb).hexdigest()}.patch"
     source.put(name, bomb)

@@ -12,7 +12,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
 from pulse_rl.stores.server import FolderServer
 from tests.support.relays import Counted
-from tests.support.states import Rng, history, roots
+from tests.support.states import Rng, history, reach, roots
 from tests.support.stores import FaultyStore, requests
 
 pytestmark = pytest.mark.slow
@@ -62,8 +62,7 @@ def test_the_origin_serves_each_payload_once_to_a_hundred_workers(rng: Rng) -> N
         publisher.publish(state)
         relay.sync()
         for worker in workers:
-            worker.sync()
-            assert worker.root == root
+            reach(worker, root)
     stored = {info.name: info.nbytes for info in source.list("policy/payloads")}
     assert len(stored) == len(states)
     assert source.payloads_read() == stored

@@ -16,7 +16,7 @@ from pulse_rl.errors import InputError
 from pulse_rl.events import Event, FallbackUsed, Progress, Published, Synced
 from pulse_rl.metrics import JsonLines, fan_out, read_events
 from tests.support.events import ONE_OF_EACH, PUBLISHED
-from tests.support.states import Rng, history
+from tests.support.states import Rng, history, present
 from tests.support.stores import names
 
 
@@ -59,16 +59,14 @@ def test_lag_is_the_age_of_the_version(rng: Rng, monkeypatch: pytest.MonkeyPatch
     store = MemoryStore()
     committed = Publisher(store, stream="policy")
     committed.publish(history(rng, 1)[0])
-    head = committed.head()
-    assert head is not None
+    head = present(committed.head())
     monkeypatch.setattr("pulse_rl.sync.subscriber.time.time", lambda: head.created + 12.5)
     seen: list[Event] = []
     Subscriber(store, stream="policy", on_event=seen.append).sync()
     assert of(Synced, seen)[0].lag_seconds == pytest.approx(12.5)
 
 
-def test_a_failed_path_names_the_kind_of_error(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_failed_path_names_the_kind_of_error(rng: Rng, store: MemoryStore) -> None:
     publisher = Publisher(store, stream="policy", anchor_ratio=0.0)
     states = history(rng, 2)
     publisher.publish(states[0])

@@ -133,10 +133,9 @@ def test_alerts_fire_for_what_they_say_and_for_nothing_usual() -> None:
 
 
 def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(
-    rng: Rng, registry: CollectorRegistry
+    rng: Rng, registry: CollectorRegistry, store: MemoryStore
 ) -> None:
     metrics = PrometheusMetrics(registry, prefix="rl")
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy", on_event=metrics)
     subscriber = Subscriber(store, stream="policy", on_event=metrics)
     for state in history(rng, 3):

@@ -31,6 +31,7 @@ from tests.support.states import (
     bits,
     mutated,
     policy,
+    present,
     snapshot,
     weights,
 )
@@ -392,8 +393,7 @@ def changed_block(rng: Rng, elements: int) -> tuple[Block, UIntArray, UIntArray]
 def there_and_back(block: Block, before: UIntArray, after: UIntArray) -> codec.Past:
     """What is remembered if the version before changed the same elements."""
     at = np.flatnonzero(before != after).astype(np.uint32)
-    records = records_of(block.dtype, at, after[at], before[at])
-    assert records is not None
+    records = present(records_of(block.dtype, at, after[at], before[at]))
     return (records,)
 
 

@@ -108,6 +108,11 @@ class Worker:
             assert root_of(held(self.subscriber)) == self.subscriber.root == root_of(self.tensors)
         return update
 
+    def reach(self, trainer: Trainer) -> None:
+        """Follows to what the trainer published last."""
+        self.sync()
+        assert self.root == trainer.root
+
     def apply(self, update: Update) -> None:
         if update.full:
             self.tensors = {}

@@ -69,8 +69,7 @@ def require_goes_on(publisher: Publisher, store: Store, trainer: Trainer) -> Non
     publish(publisher, trainer)
     publish(publisher, trainer, anchor=True)
     late = Worker(store)
-    late.sync()
-    assert late.root == trainer.root
+    late.reach(trainer)
 
 
 @pytest.mark.slow
@@ -170,10 +169,8 @@ def test_junk_in_every_folder_is_passed_over(store: Store) -> None:
                 chance.randbytes(9),
             )
         publish(publisher, trainer)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
     with Publisher(store, stream=STREAM) as publisher:
         publish(publisher, trainer)
     for each in (worker, Worker(store)):
-        each.sync()
-        assert each.root == trainer.root
+        each.reach(trainer)

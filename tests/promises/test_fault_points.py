@@ -83,8 +83,7 @@ def test_a_publish_that_stops_anywhere_is_made_up_for_by_the_next(
     )
     for _ in range(2):
         publish(publisher, trainer)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
     assert all(not report.problems for report in verify_stream(store, STREAM, threads=1))
 
 
@@ -183,8 +182,7 @@ def test_a_fold_that_is_not_listed_leads_nowhere() -> None:
     publish(publisher, trainer, 4)
     publisher.wait()
     worker = Worker(store)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
     publisher.close()
 
 
@@ -214,8 +212,7 @@ def test_an_apply_that_stops_shows_no_half_state_and_loses_no_change(
     worker.sync()
     assert worker.root == trainer.root, "what was new is delivered after all"
     publish(publisher, trainer)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
 
 
 def test_a_patch_that_leads_elsewhere_is_undone_to_the_last_bit(behind: Any) -> None:
@@ -249,8 +246,7 @@ def test_an_apply_whose_undo_stops_is_known_to_be_half_way(behind: Any) -> None:
     worker.sync()
     assert worker.root == trainer.root != root
     publish(publisher, trainer)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)

@@ -23,7 +23,7 @@ from pulse_rl import (
     open_store,
 )
 from pulse_rl.events import Event, Hint
-from tests.support.states import run_python
+from tests.support.states import present, run_python
 
 from .oracle import STREAM, Trainer, publish
 
@@ -107,8 +107,7 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     publisher, worker = Publisher(store, stream=STREAM), Subscriber(store, stream=STREAM)
     publish(publisher, Trainer(), 2)
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     submission = publisher.submit({"w": np.zeros(3, np.float32)})
     done = submission.result()
     with Subscribers(store, [STREAM]) as several:

@@ -9,7 +9,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, state_root
 from pulse_rl.errors import CorruptManifest
 from tests.support.publishers import anchor_stream
-from tests.support.states import Rng, history
+from tests.support.states import Rng, history, publish_each
 
 COUNTS = [(300, 1), (3, 16 << 20), pytest.param(5000, 1, marks=pytest.mark.slow)]
 pytestmark = pytest.mark.parametrize(("count", "nbytes"), COUNTS)
@@ -22,8 +22,7 @@ def with_junk(
     versions."""
     store, states = MemoryStore(), history(rng, versions)
     with Publisher(store, stream="policy", signer=signer) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     junk = bytes(nbytes)
     for version in range(versions, versions + count):
         store.put(f"policy/versions/{version:012d}.json", junk)
@@ -59,9 +58,8 @@ def test_the_tools_find_the_head(count: int, nbytes: int, rng: Rng) -> None:
 
 
 def test_a_signing_trainer_that_restarts_goes_on_with_its_stream(
-    count: int, nbytes: int, rng: Rng
+    count: int, nbytes: int, rng: Rng, signer: Signer
 ) -> None:
-    signer = Signer.generate()
     store, _ = with_junk(rng, count, nbytes, signer=signer)
     follower = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     follower.sync()

@@ -21,7 +21,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks.torch import apply_
-from tests.support.states import UINTS, WIDTHS
+from tests.support.states import UINTS, WIDTHS, present
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
 
@@ -89,13 +89,11 @@ def test_another_set_of_tensors_arrives(store: Store) -> None:
         worker.sync()
         trainer.state["new.weight"] = Bits(np.arange(50, dtype=np.uint16), "BF16")
         publish(publisher, trainer)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
         del trainer.state["layers.0.weight"]
         trainer.state["embed.weight"] = Bits(np.arange(60, dtype=np.uint16).reshape(6, 10), "BF16")
         publish(publisher, trainer, 2)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
 
 
 def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -> None:
@@ -128,8 +126,7 @@ def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> N
         publish(publisher, trainer)
         worker.sync()
         publish(publisher, trainer)
-        lost = worker.subscriber.sync()
-        assert lost is not None
+        lost = present(worker.subscriber.sync())
         for _ in lost:
             break  # an interrupt in the midst
         publish(publisher, trainer)
@@ -144,8 +141,7 @@ def test_a_worker_begins_with_the_checkpoint_that_it_has(store: Store) -> None:
         base = dict(trainer.state)
         published = [publisher.publish(trainer.step()) for _ in range(2)]
     subscriber = Subscriber(store, stream=STREAM, base=base)
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert root_of(held(subscriber)) == trainer.root
     assert update.payload_bytes <= sum(each.patch_bytes for each in published)
 
@@ -183,8 +179,7 @@ def test_a_waiting_submission_is_replaced_and_the_last_one_is_committed(store: S
         submitted = [publisher.submit(trainer.step(), replace=True) for _ in range(9)]
     assert submitted[-1].result().root == trainer.root
     worker = Worker(store)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
     done = [each.result().version for each in submitted if not each.cancelled()]
     assert done == list(range(len(done)))
 
@@ -222,8 +217,7 @@ def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(
             for tensor in weights.values():
                 tensor += torch.randn_like(tensor) * 0.001
             publisher.publish(weights, dtype=names[dtype])
-            update = subscriber.sync()
-            assert update is not None
+            update = present(subscriber.sync())
             apply_(live, update)
             for name, tensor in weights.items():
                 assert torch.equal(live[name].view(torch.uint8), tensor.to(dtype).view(torch.uint8))

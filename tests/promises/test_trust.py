@@ -30,8 +30,7 @@ def test_what_our_key_has_signed_is_followed(store: Store) -> None:
     with FoldingPublisher(store, stream=STREAM, signer=OURS, folds=(2,)) as publisher:
         for _ in range(4):
             publish(publisher, trainer)
-            worker.sync()
-            assert worker.root == trainer.root
+            worker.reach(trainer)
     assert shown(store) == trainer.root
     reports = list(verify_stream(store, STREAM, **TRUST))
     assert [report.problems for report in reports] == [()] * 4

@@ -70,8 +70,7 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
             roots += publish(publisher, trainer)
             for relay in relays:
                 relay.sync()
-            worker.sync()
-            assert worker.root == trainer.root
+            worker.reach(trainer)
     assert [report.root for report in verify_stream(nearer, STREAM)] == roots
 
 
@@ -103,8 +102,7 @@ def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> No
                 )
                 relay.sync()
             worker = Worker(target.inner)
-            worker.sync()
-            assert worker.root == trainer.root
+            worker.reach(trainer)
             if not failing.fired:
                 break
             at += 1

@@ -23,7 +23,8 @@ from pulse_rl.state.cast import cast
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantized import CONFIGS, FILE
-from tests.support.states import Rng
+from tests.support.commands import POLICY
+from tests.support.states import Rng, reach
 
 GOLDEN = np.load(FILE)
 CASES = sorted({name.partition("/")[0] for name in GOLDEN})
@@ -240,15 +241,7 @@ def test_the_command_quantizes(
     roots = []
     for how in ("fp8_block", str(config)):
         store = f"{tmp_path}/{len(roots)}"
-        given = [
-            "publish",
-            f"{tmp_path}/step.safetensors",
-            store,
-            "--stream",
-            "policy",
-            "--quantize",
-            how,
-        ]
+        given = ["publish", f"{tmp_path}/step.safetensors", store, *POLICY, "--quantize", how]
         assert main([*given, "--dtype", "BF16"]) == 0
         with Subscriber(store, stream="policy") as worker:
             worker.sync()
@@ -257,17 +250,7 @@ def test_the_command_quantizes(
     assert roots[0] == roots[1]
     config.write_text("{}")
     with pytest.raises(SystemExit):
-        main(
-            [
-                "publish",
-                f"{tmp_path}/step.safetensors",
-                store,
-                "--stream",
-                "policy",
-                "--quantize",
-                str(config),
-            ]
-        )
+        main(["publish", f"{tmp_path}/step.safetensors", store, *POLICY, "--quantize", str(config)])
     assert "fp8_block" in capsys.readouterr().err
 
 
@@ -320,10 +303,9 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_stream_of_quantized_states(name: str, rng: Rng) -> None:
+def test_a_stream_of_quantized_states(name: str, rng: Rng, store: MemoryStore) -> None:
     """Followers see a state like any other, with the root of what the trainer could have quantized
     itself; tied weights stay tied, and what is submitted may change."""
-    store = MemoryStore()
     weight = torch.from_numpy(rng.normal(0, 0.02, (256, 512)).astype(np.float32))
     state: dict[str, Any] = {
         "a.weight": weight,
@@ -345,8 +327,7 @@ def test_a_stream_of_quantized_states(name: str, rng: Rng) -> None:
                 publisher.publish(
                     state, quantize=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'}
                 )
-            worker.sync()
-            assert worker.root == state_digest(own).root
+            reach(worker, state_digest(own).root)
             assert worker.state.aliases == own.aliases
             assert len(worker.state.aliases) >= 2, "codes and scales of the tied weight"
             config = json.loads(worker.files()["config.json"])

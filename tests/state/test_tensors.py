@@ -302,7 +302,7 @@ def test_tensors_at_odd_addresses_are_copied(
         assert state.aliases == {"tied": "a"}
 
 
-def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator) -> None:
+def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator, store: MemoryStore) -> None:
     """All the way through the kernels of publisher and subscriber."""
     states = []
     for given in (bits(rng, "BF16", 5000), bits(rng, "BF16", 5000)):
@@ -310,7 +310,6 @@ def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator) -> None:
         states.append(
             {"w": torch.frombuffer(misaligned(given.array).view(np.uint8), dtype=torch.bfloat16)}
         )
-    store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     for state in states:
         publisher.publish(state)

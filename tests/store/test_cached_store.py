@@ -15,7 +15,7 @@ from pulse_rl.store.base import create_or_confirm
 from pulse_rl.stores.cached import CachedStore
 from tests.store.test_conformance import OwnStore
 from tests.support.relays import Counted
-from tests.support.states import TinyTrainer
+from tests.support.states import TinyTrainer, reach
 from tests.support.stores import digest_of, s3_store
 
 counter = itertools.count()
@@ -64,9 +64,7 @@ def test_a_restart_downloads_only_what_is_new(tmp_path: Path) -> None:
     once = store.payload_bytes()
     trainer.step()
     new = publisher.publish(trainer.state).patch_bytes
-    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
-    again.sync()
-    assert again.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert store.payload_bytes() == once + new
 
 
@@ -78,9 +76,7 @@ def test_a_damaged_copy_is_fetched_again(tmp_path: Path) -> None:
     damaged[0].write_bytes(damaged[0].read_bytes()[:-1] + b"?")
     damaged[1].write_bytes(b"")
     sizes = sum(store.head(f"s/payloads/{path.name}").nbytes for path in damaged[:2])
-    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
-    again.sync()
-    assert again.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert store.payload_bytes() == once + sizes
 
 
@@ -134,9 +130,7 @@ def test_what_is_not_ours_in_the_folder_is_neither_deleted_nor_in_the_way(
     (tmp_path / "pulse-cache" / "t").mkdir()
     (tmp_path / "pulse-cache" / "t" / "payloads").symlink_to(other)
     store, trainer, _ = stream()
-    worker = Subscriber(store, stream="s", cache=tmp_path, threads=1)
-    worker.sync()
-    assert worker.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert all(path.read_bytes() == bytes(2000) for path in mine)
     assert list(other.iterdir())
 
@@ -153,9 +147,7 @@ def test_a_folder_that_is_somebody_elses_link_is_not_used(tmp_path: Path) -> Non
     damaged.mkdir()
     for info in store.list("s/payloads"):
         (damaged / info.name.rpartition("/")[2]).write_bytes(b"theirs")
-    worker = Subscriber(store, stream="s", cache=tmp_path, threads=1)
-    worker.sync()
-    assert worker.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert {path.read_bytes() for path in damaged.iterdir()} == {b"theirs"}
 
 
@@ -176,11 +168,8 @@ def test_a_server_that_names_another_length_later_does_not_make_a_cache_read_mor
     tmp_path: Path,
 ) -> None:
     store, trainer = Growing(), TinyTrainer()
-    publisher = Publisher(store, stream="s", threads=1)
-    publisher.publish(trainer.state)
+    Publisher(store, stream="s", threads=1).publish(trainer.state)
     store.read.clear()
     store.looks.clear()
-    worker = Subscriber(store, stream="s", cache=tmp_path, threads=1)
-    worker.sync()
-    assert worker.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert store.payload_bytes() == sum(info.nbytes for info in store.list("s/payloads"))

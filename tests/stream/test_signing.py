@@ -13,13 +13,12 @@ from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
-from tests.support.states import taken
+from tests.support.states import present, taken
 
 STATE = {"w": np.arange(1000, dtype=np.float32)}
 
 
-def test_signed_versions_are_followed() -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_signed_versions_are_followed(store: MemoryStore, signer: Signer) -> None:
     publisher = Publisher(store, stream="s", signer=signer)
     subscriber = Subscriber(
         store, stream="s", trusted_keys=[Signer.generate().public_key, signer.public_key]
@@ -52,8 +51,7 @@ def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> N
         Subscriber(empty, stream="s", trusted_keys=[trusted.public_key]).sync()
 
 
-def test_a_changed_manifest_loses_its_signature() -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_a_changed_manifest_loses_its_signature(store: MemoryStore, signer: Signer) -> None:
     Publisher(store, stream="s", signer=signer).publish(STATE)
     manifest = Stream(store, "s").manifest(0)
     keys = TrustedKeys([signer.public_key])
@@ -73,15 +71,13 @@ def test_a_changed_manifest_loses_its_signature() -> None:
         keys.check(manifest.with_signature(forged))
 
 
-def test_a_payload_of_the_attacker_leads_nowhere() -> None:
+def test_a_payload_of_the_attacker_leads_nowhere(store: MemoryStore, signer: Signer) -> None:
     """The manifest is signed and names the root: another payload, under whatever name, is
     refused."""
-    store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="s", signer=signer)
     publisher.publish(STATE)
     publisher.publish({"w": STATE["w"] + 1})
-    payload = Stream(store, "s").manifest(1).patch
-    assert payload is not None
+    payload = present(Stream(store, "s").manifest(1).patch)
     store.put(
         f"s/payloads/{payload.parts[0].sha256}.patch",
         store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1],
@@ -92,9 +88,8 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
     assert subscriber.root == state_root(STATE)
 
 
-def test_a_signature_has_one_spelling() -> None:
+def test_a_signature_has_one_spelling(store: MemoryStore) -> None:
     """Bytes that nobody has signed so must not pass for a manifest that somebody has."""
-    store = MemoryStore()
     Publisher(store, stream="s", signer=Signer(bytes(32))).publish({"w": np.zeros(4, np.float32)})
     name = "s/versions/000000000000.json"
     signed = Stream(store, "s").manifest(0)
@@ -107,8 +102,7 @@ def test_a_signature_has_one_spelling() -> None:
             Stream(store, "s").manifest(0)
 
 
-def test_keys_are_kept_in_files(tmp_path: Path) -> None:
-    signer = Signer.generate()
+def test_keys_are_kept_in_files(tmp_path: Path, signer: Signer) -> None:
     signer.save(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert Signer.load(tmp_path / "key").public_key == signer.public_key

@@ -18,7 +18,7 @@ from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
 from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.study import study
 from tests.support.checkpoints import write_checkpoint
-from tests.support.states import Rng, Tensors, history, mutated
+from tests.support.states import Rng, Tensors, history, mutated, publish_each
 
 
 def save_sharded(folder: Path, state: Tensors) -> None:
@@ -94,9 +94,7 @@ def test_a_stream_gives_the_numbers_of_the_folder(
     folder: Path, states: list[Tensors], tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
-    publisher = Publisher(store, stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(store, stream="policy"), states)
     stream = study(store, stream="policy")
     files = study(folder)
     assert stream["states"] == [f"version {i}" for i in range(6)]
@@ -182,9 +180,7 @@ def test_the_command_ends_with_the_three_numbers(
 
 
 def publish_all(folder: Path, states: list[Tensors]) -> None:
-    publisher = Publisher(LocalStore(folder), stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(LocalStore(folder), stream="policy"), states)
 
 
 def test_the_command_prints_the_study_as_json(

@@ -19,7 +19,7 @@ from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import study
 from pulse_rl.study.run import evenly_spaced
 from pulse_rl.study.tally import LAYERS, layer_of
-from tests.support.states import Rng
+from tests.support.states import Rng, publish_each
 
 Floats = dict[str, np.ndarray]
 KS = (1, 2, 3, 5)
@@ -49,8 +49,7 @@ def studied(states: list[State], **settings: Any) -> dict[str, Any]:
     """The study of a stream of ``states``."""
     store = MemoryStore()
     with Publisher(store, stream="s", on_event=lambda event: None) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     return study(store, stream="s", **settings)
 
 

@@ -3,11 +3,15 @@ choose."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from pulse_rl._native._kernels import use_vectors
+
+T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
 
@@ -18,6 +22,20 @@ def misaligned(array: Array, offset: int = 1) -> Array:
     copy = room[start : start + array.nbytes].view(array.dtype)
     copy[:] = array
     return copy
+
+
+def both_ways() -> Iterator[bool]:
+    """For a loop of which the kernels run without vectors, and then with them."""
+    for use in (False, True):
+        use_vectors(use)
+        yield use
+
+
+def made_alike(make: Callable[[], T]) -> T:
+    """What is made without vectors and with them, which is the same."""
+    plain, by_vectors = (make() for _ in both_ways())
+    assert plain == by_vectors
+    return plain
 
 
 def floats(rng: np.random.Generator, count: int, below: float = np.inf) -> npt.NDArray[np.float32]:

@@ -9,6 +9,8 @@ import pytest
 
 from pulse_rl.cli import main
 
+POLICY = ("--stream", "policy")
+
 
 class Pulse:
     """Runs commands in this process; ``out`` and ``err`` are what the last one printed."""

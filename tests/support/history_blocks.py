@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import history_oracle as oracle
+from tests.support.arrays import both_ways
 from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.gaps_oracle import Kind
 from tests.support.history_oracle import Steps
@@ -131,8 +131,7 @@ def check_decoded(payload: bytes, block: Block) -> None:
 
 
 def refused(payload: bytes, block: Block) -> None:
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         with pytest.raises(CorruptPatch):
             HISTORY.decode(memoryview(payload), block.old, block.layout)
 

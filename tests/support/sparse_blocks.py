@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
+from tests.support.arrays import both_ways
 from tests.support.block_codecs import SPARSE
 from tests.support.gaps_oracle import Kind
 
@@ -73,8 +73,7 @@ def changed(rng: np.random.Generator, old: UIntArray, density: float, steps: str
 def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     """The payload, which must be the same without vectors."""
     payloads = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         made = GROUPS.encode(old, new, layout)
         found = codec.encode_block(old, new, layout, only=GROUPS.id).found
         assert found is not None
@@ -86,8 +85,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
 
 
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         found = GROUPS.decode(memoryview(payload), old, layout)
         np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(found.values, new[found.positions])
@@ -99,7 +97,6 @@ def check_round_trip(old: UIntArray, new: UIntArray, layout: Layout) -> None:
 
 
 def refused(payload: bytes, old: UIntArray, layout: Layout, match: str | None = None) -> None:
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         with pytest.raises(CorruptPatch, match=match):
             GROUPS.decode(memoryview(payload), old, layout)

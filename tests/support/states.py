@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, State, Subscriber, Update, state_root
+from pulse_rl import Bits, Publisher, State, Subscriber, Update, state_root
 
+T = TypeVar("T")
 Tensors = dict[str, Bits]
 Rng = np.random.Generator
 
@@ -169,6 +170,22 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     if update := worker.sync(target):
         update.acknowledge()
     return update
+
+
+def reach(worker: Subscriber, root: str) -> None:
+    """The newest version is the one with this root."""
+    worker.sync()
+    assert worker.root == root
+
+
+def publish_each(publisher: Publisher, states: Iterable[Tensors]) -> None:
+    for state in states:
+        publisher.publish(state)
+
+
+def present(value: T | None) -> T:
+    assert value is not None
+    return value
 
 
 def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -215,6 +215,11 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
     return failed
 
 
+def all_pass(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
+    failed = each(trainer, cases, trainer.size)
+    assert not failed, "\n".join(failed)
+
+
 def force_scattered(scattered: bool | None) -> None:
     """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
     forced = None if scattered is None else 1 if scattered else 1 << 30

@@ -10,7 +10,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, verif
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.events import FallbackUsed
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import Live, Rng, Tensors
+from tests.support.states import Live, Rng, Tensors, present
 from tests.support.stores import FaultyStore
 
 ELEMENTS = 200_000
@@ -42,8 +42,7 @@ def test_a_patch_no_smaller_than_the_state_becomes_an_anchor(rng: Rng) -> None:
     for way in ([0, 1, 2, 3, 4], [0, 4], [1, 3], [2, 3, 4], [4], [0, 1, 4]):
         subscriber, live = Subscriber(store, stream="s", threads=1), Live()
         for version in way:
-            update = subscriber.sync(version)
-            assert update is not None
+            update = present(subscriber.sync(version))
             live.apply(update)
         assert live.root == state_root(chain[way[-1]])
 

@@ -17,7 +17,16 @@ from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
 from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import FULL, manifest_of
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, state_root
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    bits,
+    history,
+    present,
+    publish_each,
+    state_root,
+)
 from tests.support.stores import FaultyStore
 
 
@@ -37,14 +46,12 @@ def manifest(store: FaultyStore, version: int) -> Manifest:
 
 
 def patch_name(store: FaultyStore, version: int) -> str:
-    patch = manifest(store, version).patch
-    assert patch is not None
+    patch = present(manifest(store, version).patch)
     return f"policy/payloads/{patch.parts[0].sha256}.patch"
 
 
 def shard_names(store: FaultyStore, version: int) -> list[str]:
-    anchor = manifest(store, version).anchor
-    assert anchor is not None
+    anchor = present(manifest(store, version).anchor)
     return [f"policy/payloads/{p.sha256}.safetensors" for p in anchor.shards]
 
 
@@ -106,8 +113,7 @@ def test_a_damaged_patch_is_avoided_by_a_later_anchor(damage: Damage, rng: Rng) 
     store = stream_of(states, anchors={4})
     live, subscriber, seen = follow(store, start=1)
     damage(store, patch_name(store, 3))
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert not update.full, "the model is told the difference, as the tensors are the same"
     live.apply(update)
     assert (subscriber.version, live.root) == (5, state_root(states[5]))
@@ -276,8 +282,7 @@ def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) 
     next patch is of these, and cannot be applied to what the worker has."""
     states, store = history(rng, 6), MemoryStore()
     with Publisher(store, stream="policy") as publisher:
-        for state in states[:4]:
-            publisher.publish(state)
+        publish_each(publisher, states[:4])
     worker = Subscriber(store, stream="policy")
     worker.sync()
     for version in (2, 3):
@@ -295,8 +300,7 @@ def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng:
     what it knows of these is not true of the new ones, which have another history."""
     states, tensor, store = history(rng, 8), bits(rng, "F32", 3), FaultyStore(MemoryStore())
     with tuned(store, stream="policy", anchor_ratio=1e9) as publisher:
-        for state in states[:4]:
-            publisher.publish(state)
+        publish_each(publisher, states[:4])
         worker = Subscriber(store, stream="policy", threads=1)
         worker.sync()
         for state in states[4:]:

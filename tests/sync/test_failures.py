@@ -21,42 +21,39 @@ from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state
 from pulse_rl.errors import IntegrityError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.manifests import manifest_of
-from tests.support.states import Rng, bits, history, weights
+from tests.support.states import Rng, bits, history, publish_each, weights
 from tests.support.stores import FaultyStore, names
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng) -> None:
+def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng, faulty: FaultyStore) -> None:
     """A listing that is behind hides the head, so the stream is claimed again: that claim is the
     publisher's own."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
-    for state in states[:2]:
-        publisher.publish(state)
-    (head,) = names(store.inner, "policy/versions")[1:]
-    content = store.inner.get(head)
-    store.inner.delete(head)
-    store.fail_on("put_new", "epochs", after=True)
+    publisher = Publisher(faulty, stream="policy")
+    publish_each(publisher, states[:2])
+    (head,) = names(faulty.inner, "policy/versions")[1:]
+    content = faulty.inner.get(head)
+    faulty.inner.delete(head)
+    faulty.fail_on("put_new", "epochs", after=True)
     with pytest.raises(StoreUnavailable):
         publisher.publish(states[2])
-    assert len(names(store.inner, "policy/epochs")) == 2
+    assert len(names(faulty.inner, "policy/epochs")) == 2
     if comes_back:
-        store.inner.put(head, content)
+        faulty.inner.put(head, content)
     done = publisher.publish(states[2])
-    newcomer = Subscriber(store, stream="policy")
+    newcomer = Subscriber(faulty, stream="policy")
     newcomer.sync()
     assert (newcomer.version, newcomer.root) == (done.version, state_root(states[2]))
 
 
-def test_tied_weights_give_one_root(rng: Rng) -> None:
+def test_tied_weights_give_one_root(rng: Rng, store: MemoryStore) -> None:
     """`state_dict()` names the tied head, the saved checkpoint does not: roots must agree all the
     same."""
     tied = weights(rng, 20, 4)
     model = {"embed.weight": tied, "norm": bits(rng, "F32", 4), "head.weight": tied}
     saved = {"embed.weight": tied, "norm": model["norm"]}
     assert state_root(model) == state_root(saved)
-    store = MemoryStore()
     Publisher(store, stream="policy").publish(model)
     done = Publisher(store, stream="policy").publish(saved)
     assert (done.changed, done.anchored) == (0, False)
@@ -67,9 +64,7 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
     (tmp_path / "secret.patch").write_bytes(b"secret")
     inner = LocalStore(tmp_path / "deep" / "store")
     states = history(rng, 2)
-    publisher = Publisher(inner, stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(inner, stream="policy"), states)
     manifest = manifest_of(inner, "policy", 1)
     assert manifest.patch is not None
     digest = manifest.patch.parts[0].sha256

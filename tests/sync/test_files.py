@@ -129,8 +129,7 @@ def test_a_stream_that_was_deleted_gets_all_files_again(rng: Rng) -> None:
     assert newest(store) == FILES
 
 
-def test_a_damaged_file_is_refused_and_named(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_damaged_file_is_refused_and_named(rng: Rng, store: MemoryStore) -> None:
     Publisher(store, stream="policy").publish(history(rng, 1)[0], files=FILES)
     (name,) = [name for name in payloads(store) if len(store.get(name)) == len(TOKENS)]
     for damage in (TOKENS[:-1] + b"x", TOKENS + b"x", b""):
@@ -144,8 +143,7 @@ def test_a_damaged_file_is_refused_and_named(rng: Rng) -> None:
         assert report.problems[0].startswith("tokenizer/vocab.txt: ")
 
 
-def test_gc_keeps_those_of_kept_versions_only(rng: Rng) -> None:
-    store = MemoryStore()
+def test_gc_keeps_those_of_kept_versions_only(rng: Rng, store: MemoryStore) -> None:
     with Publisher(store, stream="policy", anchor_ratio=0) as publisher:
         for version, state in enumerate(history(rng, 6)):
             publisher.publish(
@@ -185,8 +183,8 @@ def test_a_relay_copies_them_once_and_folds_lead_to_their_versions_files(rng: Rn
     assert relay.version == 20
 
 
-def test_only_what_a_key_has_signed_is_believed(rng: Rng) -> None:
-    store, signer = MemoryStore(), Signer.generate()
+def test_only_what_a_key_has_signed_is_believed(rng: Rng, store: MemoryStore) -> None:
+    signer = Signer.generate()
     Publisher(store, stream="policy", signer=signer).publish(history(rng, 1)[0], files=FILES)
     name = "policy/versions/000000000000.json"
     store.put(name, store.get(name).replace(b"config.json", b"conffg.json"))

@@ -12,7 +12,7 @@ from pulse_rl.events import CallFailed, Event, Synced
 from tests.support.folds import fold_link
 from tests.support.manifests import folds_of, manifest_of
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import TinyTrainer
+from tests.support.states import TinyTrainer, present, reach
 
 
 def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
@@ -63,8 +63,7 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
         trainer.step()
         publisher.publish(trainer.state, metadata={"k": k})
     publisher.wait()
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert any("fold" in link for e in seen if isinstance(e, Synced) for link in e.links)
     for name, indices, values in update:
         assert indices is not None
@@ -90,37 +89,29 @@ def test_a_damaged_fold_is_avoided() -> None:
     assert "the fold 0->16" in found[16][0]
 
 
-def test_a_link_that_lies_is_avoided() -> None:
+def test_a_link_that_lies_is_avoided(store: MemoryStore) -> None:
     """Links are hints: a fold that leads elsewhere, or to no object, costs a detour and nothing
     else."""
-    store = MemoryStore()
     trainer = published(store, 12, folds=())
     store.put(*fold_link("s", 0, 8, ("0" * 64, 5)))
-    wrong = manifest_of(store, "s", 3).patch
-    assert wrong is not None
+    wrong = present(manifest_of(store, "s", 3).patch)
     payload = wrong.parts[0]
     store.put(*fold_link("s", 2, 11, (payload.sha256, payload.bytes)))
     store.put("s/links/nonsense", b"")
     store.put(f"s/links/{7:012d}-anchor-{1:015d}", b"")
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
-def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
-    store = MemoryStore()
+def test_without_listed_links_the_manifests_lead_to_an_anchor(store: MemoryStore) -> None:
     trainer = published(store, 12, folds=(4,))
     for info in list(store.list("s/links")):
         store.delete(info.name)
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
-def test_a_fold_that_saves_nothing_is_not_stored() -> None:
+def test_a_fold_that_saves_nothing_is_not_stored(store: MemoryStore) -> None:
     """Two rewrites of the same half: the fold over both is about as large as either, and must be
     below their sum."""
-    store = MemoryStore()
     trainer = TinyTrainer()
     publisher = FoldingPublisher(store, stream="s", folds=(2,), threads=1)
     publisher.publish(trainer.state)
@@ -147,26 +138,21 @@ def test_a_fold_that_cannot_be_stored_is_reported() -> None:
     assert [(e.kind, e.reason) for e in seen if isinstance(e, CallFailed)] == [
         ("store_unavailable", f"the fold {base}->{base + 4}: away") for base in (0, 4)
     ]
-    late = Subscriber(store, stream="s", threads=1)
-    late.sync()
-    assert late.root == state_root(trainer.state)
+    reach(Subscriber(store, stream="s", threads=1), state_root(trainer.state))
 
 
-def test_fold_of_a_stream_with_a_gap_says_so() -> None:
-    store = MemoryStore()
+def test_fold_of_a_stream_with_a_gap_says_so(store: MemoryStore) -> None:
     published(store, 6)
-    patch = manifest_of(store, "s", 2).patch
-    assert patch is not None
+    patch = present(manifest_of(store, "s", 2).patch)
     store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="1->2"):
         list(fold_stream(store, "s", (4,), threads=1))
 
 
 @pytest.mark.slow
-def test_delete_any_one_payload_and_it_is_still_restored_or_named() -> None:
+def test_delete_any_one_payload_and_it_is_still_restored_or_named(store: MemoryStore) -> None:
     """Anchors at 0 and later, folds over 4 and 16: most payloads can be missed; the error names one
     that cannot."""
-    store = MemoryStore()
     trainer = published(store, 27, folds=(4, 16), anchor_ratio=0.04)
     root = state_root(trainer.state)
     names = [info.name for info in store.list("s/payloads")]

@@ -15,14 +15,14 @@ import pytest
 from pulse_rl import Publisher, Relay, Subscriber, state_root, verify_stream
 from pulse_rl.errors import StreamForked
 from pulse_rl.store import LocalStore
+from tests.support.states import present, publish_each
 
 
 def publish(store: Path, versions: int, seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     states = [{"w": rng.integers(0, 1 << 16, 4000, dtype=np.uint16)} for _ in range(versions)]
     with Publisher(store, stream="s") as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     return states
 
 
@@ -44,8 +44,7 @@ def test_a_lost_version_is_reported_and_followed_where_allowed(
     store, backup = places
     worker = Subscriber(store, stream="s")
     for version in [7] if late else range(8):
-        update = worker.sync(version)
-        assert update is not None
+        update = present(worker.sync(version))
         update.acknowledge()
     lost = worker.root
     shutil.rmtree(store)
@@ -56,8 +55,7 @@ def test_a_lost_version_is_reported_and_followed_where_allowed(
         worker.sync()
     assert (worker.version, worker.root) == (7, lost)
     worker.allow_recreated = True
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert (update.full, worker.version) == (True, 2 + goes_on)
     assert worker.root == state_root(states[-1]) == state_root(worker.state)
 

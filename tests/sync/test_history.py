@@ -35,6 +35,7 @@ from pulse_rl.stream.stream import Stream
 from tests.support.interrupts import armed
 from tests.support.manifests import history_named, manifest_of
 from tests.support.publishers import tuned
+from tests.support.states import reach
 
 ROWS, COLUMNS = 600, 200
 
@@ -145,8 +146,7 @@ def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
         made.publish()
         for lag, (subscriber, _) in enumerate(behind, 5):
             if version % lag == 0:
-                subscriber.sync()
-                assert subscriber.root == made.roots[version]
+                reach(subscriber, made.roots[version])
     assert [detours(seen) for _, seen in behind] == [[]] * 5
     if folds == (4, 16):
         assert any("fold" in link for _, seen in behind for link in links(seen))
@@ -163,8 +163,7 @@ def test_folds_that_the_publisher_does_not_know_of() -> None:
         assert newcomer.root == made.roots[version]
     newcomer.sync(39)
     made.publish()
-    newcomer.sync()
-    assert newcomer.root == made.roots[40]
+    reach(newcomer, made.roots[40])
 
 
 def test_an_anchor_begins_anew() -> None:
@@ -235,8 +234,7 @@ def test_a_base_without_it_takes_another_way(tmp_path: Path, damage: str) -> Non
         file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
     made.publish()
     again, seen = made.subscriber(base=tmp_path)
-    again.sync()
-    assert again.root == made.roots[-1]
+    reach(again, made.roots[-1])
     assert links(seen)[0] == "the anchor of version 0"
 
 
@@ -294,8 +292,7 @@ def test_a_relay_and_garbage_collection() -> None:
         made.publish()
         if version % 3 == 0:
             relay.sync()
-            far.sync()
-            assert far.root == made.roots[version]
+            reach(far, made.roots[version])
         if version % 7 == 0:
             gc_stream(made.store, "s", keep=3)
         newcomer, seen = made.subscriber()
@@ -361,5 +358,4 @@ def test_interrupted_commits_remember_what_was_committed() -> None:
         made.publish()
     for _ in range(4):
         made.publish()
-        following.sync()
-        assert following.root == made.roots[-1]
+        reach(following, made.roots[-1])

@@ -18,6 +18,7 @@ from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream.stream import Stream
 from tests.support.publishers import tuned
+from tests.support.states import reach
 from tests.sync.test_history import Made, momentum, put_fold
 
 Windows = dict[int, Records]
@@ -159,8 +160,7 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
     again, _ = made.subscriber(base=tmp_path)
     for _ in range(4):
         made.publish()
-        again.sync()
-        assert again.root == made.roots[-1]
+        reach(again, made.roots[-1])
 
 
 @pytest.mark.parametrize("bytes_of_a_record", [3, 5])
@@ -202,8 +202,7 @@ def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
             == Stream(store, "s").manifest(done.version).remembers
         )
         assert len(made._rank._baseline.history.windows) < 32
-    following.sync()
-    assert following.root == state_root(state)
+    reach(following, state_root(state))
     made = publisher(store)
     made.publish(next(states))
 
@@ -217,6 +216,5 @@ def test_who_lacks_a_history_that_no_patch_needs_pays_for_patches_only() -> None
     assert Stream(store, "s").manifest(11).remembers
     late, seen = reader(store, base=state)
     done = made.publish(next(states))
-    late.sync()
-    assert late.root == done.root
+    reach(late, done.root)
     assert fetched(seen) < done.patch_bytes + 20_000

@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
-from tests.support.states import Rng, history, roots, taken
+from tests.support.states import Rng, history, present, publish_each, reach, roots, taken
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +42,8 @@ def test_two_readers_follow(
         if state is not states[0]:
             publisher.publish(state)
         for worker in workers:
-            worker.sync()
-            assert worker.root == root
-        update = part.sync()
-        assert update is not None
+            reach(worker, root)
+        update = present(part.sync())
         assert [tensor.spec.name for tensor in update.tensors] in (["embed.weight"], [])
 
 
@@ -75,30 +73,23 @@ def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> Non
     server = FolderServer(near.root)
     port = int(server.url.rsplit(":", 1)[1])
     worker = Subscriber([server.url, origin], stream="policy", threads=1)
-    worker.sync()
-    assert worker.root == roots(states)[0]
+    reach(worker, roots(states)[0])
     server.close()
     publisher.publish(states[1])
-    worker.sync()
-    assert worker.root == roots(states)[1]
-    for state in states[2:]:
-        publisher.publish(state)
+    reach(worker, roots(states)[1])
+    publish_each(publisher, states[2:])
     relay.sync()
     with FolderServer(near.root, port=port):
-        worker.sync()
-        assert worker.root == roots(states)[3]
+        reach(worker, roots(states)[3])
 
 
 def test_a_relay_reads_a_server(
     served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
 ) -> None:
     states = history(rng, 2)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     Relay(served.url, tmp_path / "near", stream="policy").sync()
-    worker = Subscriber(tmp_path / "near", stream="policy", threads=1)
-    worker.sync()
-    assert worker.root == roots(states)[1]
+    reach(Subscriber(tmp_path / "near", stream="policy", threads=1), roots(states)[1])
 
 
 def test_a_server_that_always_promises_news_is_asked_at_the_poll_s_pace() -> None:
@@ -117,8 +108,7 @@ def test_a_payload_longer_than_the_manifest_says_is_not_read(
 ) -> None:
     """The server says one length when it is asked for it, and sends another."""
     publisher.publish(history(rng, 1)[0])
-    worker = Subscriber(served.url, stream="policy", threads=1)
-    worker.sync()
+    Subscriber(served.url, stream="policy", threads=1).sync()
     publisher.publish(history(rng, 2)[1])
     honest = CountedHttpStore(served.url)
     sent = 0

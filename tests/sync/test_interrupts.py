@@ -18,7 +18,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ConcurrentUse, InputError
 from tests.support.interrupts import STEP, Boom, Steps
-from tests.support.states import Live, Rng, bits, mutated, policy
+from tests.support.states import Live, Rng, bits, mutated, policy, present
 
 
 def follow(subscriber: Subscriber, live: Live) -> Update | None:
@@ -68,16 +68,14 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
     assert reached > (100 if STEP == "opcode" else 15)
 
 
-def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:
-    store = MemoryStore()
+def test_iterating_to_the_end_acknowledges(rng: Rng, store: MemoryStore) -> None:
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     state = policy(rng)
     publisher.publish(state)
     for _ in subscriber.sync() or ():
         pass
     publisher.publish(mutated(rng, state, 0.1))
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     for _ in update:
         break
     assert subscriber.sync() is not None, "it was not read to its end"
@@ -94,8 +92,7 @@ def test_nothing_is_taken_for_acknowledged_that_was_not(rng: Rng) -> None:
     for version in range(4):
         publisher.publish(state)
         for _ in range(2):
-            update = subscriber.sync()
-            assert update is not None
+            update = present(subscriber.sync())
             assert (update.version, update.full, len(update.tensors)) == (version, True, len(state))
         state = mutated(rng, state, 0.1)
     update.acknowledge()
@@ -113,8 +110,7 @@ def test_memory_for_what_is_not_acknowledged_is_bounded(rng: Rng) -> None:
         state = mutated(rng, state, 0.1)
         publisher.publish(state)
         subscriber.sync()
-    update = follow(subscriber, live)
-    assert update is not None
+    update = present(follow(subscriber, live))
     assert update.full, "by now most of it has changed"
     assert live.root == state_root(state)
 
@@ -222,8 +218,7 @@ def test_an_interrupt_does_not_wait_for_the_network_twice(rng: Rng) -> None:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - started < 60
     threading.Timer(0.1, store.go.set).start()
-    update = subscriber.sync()
-    assert update is not None
+    assert subscriber.sync() is not None
     assert subscriber.root == state_root(state)
     assert np.array_equal(
         subscriber.state.read("embed.weight"), np.asarray(state["embed.weight"].array).reshape(-1)

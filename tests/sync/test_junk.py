@@ -24,7 +24,7 @@ from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.folds import fold_link
 from tests.support.manifests import manifest_of
-from tests.support.states import Live, Rng, history, mutated, policy
+from tests.support.states import Live, Rng, history, mutated, policy, present, publish_each, reach
 from tests.support.stores import FaultyStore
 
 
@@ -50,13 +50,11 @@ def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None
     keys = [signer.public_key] if signer else None
     publisher = Publisher(store, stream="policy", signer=signer)
     live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=keys)
-    for state in states[:3]:
-        publisher.publish(state)
+    publish_each(publisher, states[:3])
     live.apply(worker.sync())
     store.put(*JUNK[what])
     assert worker.sync() is None
-    head = publisher.head()
-    assert head is not None
+    head = present(publisher.head())
     assert head.version == 2
     gc_stream(store, "policy", keep=2, grace_seconds=0)
     for state in states[3:5]:
@@ -75,13 +73,12 @@ def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None
     assert live.root == newcomer.root == state_root(states[6])
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=keys)
     newcomer = Subscriber(store, stream="policy", trusted_keys=keys)
-    newcomer.sync()
-    assert newcomer.root == state_root(states[6])
+    reach(newcomer, state_root(states[6]))
 
 
-def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng) -> None:
+def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 5)
-    store, signer = MemoryStore(), Signer.generate()
+    signer = Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer)
     publisher.publish(states[0])
     own = store.get("policy/epochs/000000000001")
@@ -96,16 +93,13 @@ def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng) -> None:
     worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     worker.sync()
     assert (worker.version, worker.root) == (3, state_root(states[2]))
-    successor = Publisher(store, stream="policy", signer=signer)
-    successor.publish(states[3])
+    Publisher(store, stream="policy", signer=signer).publish(states[3])
     with pytest.raises(PublisherConflict, match="taken over"):
         publisher.publish(states[4])
 
 
-def test_a_stream_without_numbers_left_says_so(rng: Rng) -> None:
-    store = MemoryStore()
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(policy(rng))
+def test_a_stream_without_numbers_left_says_so(rng: Rng, store: MemoryStore) -> None:
+    Publisher(store, stream="policy").publish(policy(rng))
     last = manifest_of(store, "policy", 0)
     end = msgspec.structs.replace(last, version=10**12 - 1).sealed()
     store.put(version_name(10**12 - 1), end.to_bytes())
@@ -113,54 +107,50 @@ def test_a_stream_without_numbers_left_says_so(rng: Rng) -> None:
         Publisher(store, stream="policy").publish(policy(rng))
 
 
-def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng) -> None:
+def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng, faulty: FaultyStore) -> None:
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
-    live, worker = Live(), Subscriber(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
+    live, worker = Live(), Subscriber(faulty, stream="policy")
     publisher.publish(states[0])
     live.apply(worker.sync())
     publisher.publish(states[1])
     publisher.publish(states[2])
-    store.damage = lambda name, data: data[:-1] if name == version_name(2) else data
+    faulty.damage = lambda name, data: data[:-1] if name == version_name(2) else data
     live.apply(worker.sync())
     assert (worker.version, live.root) == (1, state_root(states[1]))
-    store.damage = lambda name, data: data
+    faulty.damage = lambda name, data: data
     live.apply(worker.sync())
     assert (worker.version, live.root) == (2, state_root(states[2]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["follower", "newcomer", "publisher"])
-def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
+def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng, faulty: FaultyStore) -> None:
     """Who knows nothing reads each once; a follower's looks are bounded; after three tries each is
     left alone."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    worker = Subscriber(store, stream="policy")
+    worker = Subscriber(faulty, stream="policy")
     worker.sync()
     publisher.publish(states[1])
     for version in range(2, 2002):
-        store.inner.put(version_name(version), b"{}")
-    store.calls.clear()
+        faulty.inner.put(version_name(version), b"{}")
+    faulty.calls.clear()
     if who == "publisher":
         assert publisher.publish(states[2]).version == 2002
-        worker.sync()
-        assert worker.root == state_root(states[2])
-        assert len(store.calls) < 4100, "each twice"
+        reach(worker, state_root(states[2]))
+        assert len(faulty.calls) < 4100, "each twice"
         return
-    seen = worker if who == "follower" else Subscriber(store, stream="policy")
+    seen = worker if who == "follower" else Subscriber(faulty, stream="policy")
     for look in range(30):
-        store.calls.clear()
+        faulty.calls.clear()
         seen.sync()
-        assert len(store.calls) < (4100 if who == "newcomer" and look == 0 else 600)
+        assert len(faulty.calls) < (4100 if who == "newcomer" and look == 0 else 600)
     assert seen.root == state_root(states[1])
-    assert len(store.calls) < 10
+    assert len(faulty.calls) < 10
     publisher.publish(states[2])
-    seen.sync()
-    assert seen.root == state_root(states[2])
+    reach(seen, state_root(states[2]))
 
 
 def false_folds(store: MemoryStore, count: int, versions: int, content: bytes = b"") -> None:
@@ -176,9 +166,7 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
     states = history(rng, 20)
     store, signer = MemoryStore(), Signer.generate() if signed else None
     keys = [signer.public_key] if signer else None
-    publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9), states)
     false_folds(store, 5000, 20, b"0" * 64 + b" " + b"0" * 128 if signed else b"")
     for k in range(5000):
         store.put(f"policy/links/{19 - k % 19:012d}-anchor-{1 + k:015d}", b"")
@@ -196,22 +184,18 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
     assert peak < 50 << 20
 
 
-def test_a_follower_never_goes_back(rng: Rng) -> None:
+def test_a_follower_never_goes_back(rng: Rng, faulty: FaultyStore) -> None:
     """A false fold, then a lost patch: the detour from the anchor of version 0 ended half-way, at
     version 0."""
     states = history(rng, 7)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
-    for state in states[:3]:
-        publisher.publish(state)
+    publisher = Publisher(faulty, stream="policy", anchor_ratio=1e9)
+    publish_each(publisher, states[:3])
     events: list[Event] = []
-    live, worker = Live(), Subscriber(store, stream="policy", on_event=events.append)
+    live, worker = Live(), Subscriber(faulty, stream="policy", on_event=events.append)
     live.apply(worker.sync())
-    for state in states[3:]:
-        publisher.publish(state)
-    lost = manifest_of(store, "policy", 4).patch
-    assert lost is not None
-    store.inner.delete(f"policy/payloads/{lost.parts[0].sha256}.patch")
+    publish_each(publisher, states[3:])
+    lost = present(manifest_of(faulty, "policy", 4).patch)
+    faulty.inner.delete(f"policy/payloads/{lost.parts[0].sha256}.patch")
     with pytest.raises(StreamError):
         worker.sync()
     assert worker.version is not None
@@ -223,33 +207,28 @@ def test_a_follower_never_goes_back(rng: Rng) -> None:
     assert live.root == state_root(states[6])
 
 
-def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng) -> None:
+def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng, faulty: FaultyStore) -> None:
     """From version 2 by an anchor of version 5 and a patch to 6, which fails: 2 is still there."""
     states = history(rng, 8)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    publisher = Publisher(faulty, stream="policy", anchor_ratio=1e9)
     for version, state in enumerate(states[:7]):
         publisher.publish(state, anchor=version == 5)
-    worker = Subscriber(store, stream="policy")
+    worker = Subscriber(faulty, stream="policy")
     worker.sync(target=2)
     for version in (4, 6):
-        patch = manifest_of(store, "policy", version).patch
-        assert patch is not None
-        store.inner.delete(f"policy/payloads/{patch.parts[0].sha256}.patch")
+        patch = present(manifest_of(faulty, "policy", version).patch)
+        faulty.inner.delete(f"policy/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(StreamError):
         worker.sync()
     assert (worker.version, worker.root) in [(v, state_root(states[v])) for v in (2, 3)]
     publisher.publish(states[7], anchor=True)
-    worker.sync()
-    assert worker.root == state_root(states[7])
+    reach(worker, state_root(states[7]))
 
 
 def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) -> None:
     root = tmp_path
     store = LocalStore(root / "store")
-    publisher = Publisher(store, stream="policy", anchor_ratio=0)
-    for state in history(rng, 3):
-        publisher.publish(state)
+    publish_each(Publisher(store, stream="policy", anchor_ratio=0), history(rng, 3))
     outside = root / "outside"
     (root / "store" / "policy" / "payloads").rename(outside)
     (root / "store" / "policy" / "payloads").symlink_to(outside)
@@ -262,51 +241,44 @@ def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) ->
     assert worker.version == 2
 
 
-def test_gc_takes_no_payload_that_an_unread_version_may_name(rng: Rng) -> None:
+def test_gc_takes_no_payload_that_an_unread_version_may_name(rng: Rng, faulty: FaultyStore) -> None:
     """The newest manifest arrived damaged, three times: what it names is not garbage."""
     states = history(rng, 6)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", anchor_ratio=0)
+    publisher = Publisher(faulty, stream="policy", anchor_ratio=0)
     for state in states:
         publisher.publish(state)
         time.sleep(0.002)
-    store.damage = lambda name, data: data[:-1] if name == version_name(5) else data
-    plan = gc_stream(store, "policy", keep=1, grace_seconds=0)
+    faulty.damage = lambda name, data: data[:-1] if name == version_name(5) else data
+    plan = gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     assert plan.oldest == 4
-    store.damage = lambda name, data: data
-    assert [report.ok for report in verify_stream(store, "policy")] == [True, True]
-    newcomer = Subscriber(store, stream="policy")
+    faulty.damage = lambda name, data: data
+    assert [report.ok for report in verify_stream(faulty, "policy")] == [True, True]
+    newcomer = Subscriber(faulty, stream="policy")
     newcomer.sync()
     assert (newcomer.version, newcomer.root) == (5, state_root(states[5]))
 
 
-def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
+def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng, store: MemoryStore) -> None:
     """An unsigned version, whole and newest, made gc delete all signed ones."""
     states = history(rng, 3)
-    store, signer = MemoryStore(), Signer.generate()
-    publisher = Publisher(store, stream="policy", signer=signer)
-    for state in states:
-        publisher.publish(state)
+    signer = Signer.generate()
+    publish_each(Publisher(store, stream="policy", signer=signer), states)
     with Publisher(store, stream="policy", signer=Signer.generate()) as stranger:
         stranger.publish(mutated(rng, states[-1]))
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=[signer.public_key])
     newcomer = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    newcomer.sync()
-    assert newcomer.root == state_root(states[-1])
+    reach(newcomer, state_root(states[-1]))
 
 
-def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
+def test_replayed_old_versions_move_nobody(rng: Rng, store: MemoryStore, signer: Signer) -> None:
     """After gc the objects of old versions come back, and the newest are withheld: a follower
     stays, and goes on."""
     states = history(rng, 8)
-    store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=0)
     live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    for state in states[:5]:
-        publisher.publish(state)
+    publish_each(publisher, states[:5])
     kept = {info.name: store.get(info.name) for info in store.list("policy")}
-    for state in states[5:7]:
-        publisher.publish(state)
+    publish_each(publisher, states[5:7])
     live.apply(worker.sync())
     gc_stream(store, "policy", keep=1, grace_seconds=0)
     newer = {info.name: store.get(info.name) for info in store.list("policy")}
@@ -323,10 +295,9 @@ def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
     assert (worker.version, live.root) == (7, state_root(states[7]))
 
 
-def test_who_begins_to_sign_goes_on_above_what_was_not_signed(rng: Rng) -> None:
+def test_who_begins_to_sign_goes_on_above_what_was_not_signed(rng: Rng, store: MemoryStore) -> None:
     """Workers without keys follow, too; nothing else would be newer to them."""
     states = history(rng, 5)
-    store = MemoryStore()
     for state in states[:4]:
         Publisher(store, stream="policy", anchor_ratio=0).publish(state)
     gc_stream(store, "policy", keep=1, grace_seconds=0)

@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, MemoryStore, Publisher, Relay, Subscriber, state_root
-from tests.support.states import Rng, taken
+from tests.support.states import Rng, present, taken
 
 
 @pytest.mark.slow
-def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
+def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng, store: MemoryStore) -> None:
     """A fifth of the weights changes in each version: some new ones, most of them again."""
     state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 19, dtype=np.uint16), "BF16")}
     changing = rng.permutation(1 << 19)
-    store = MemoryStore()
     with Publisher(store, stream="policy", anchor_ratio=1e9) as publisher:
         publisher.publish(state)
         worker = Subscriber(store, stream="policy", threads=1)
-        first = worker.sync()
-        assert first is not None
+        first = present(worker.sync())
         first.acknowledge()
         del first
         for version in range(1, 41):
@@ -43,11 +41,10 @@ def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
 
 
 @pytest.mark.slow
-def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
+def test_indices_take_memory_when_they_are_asked_for(rng: Rng, store: MemoryStore) -> None:
     """Half of the weights changes: as int64 their indices are twice the state."""
     size = 1 << 20
     state = {"w": Bits(rng.integers(0, 1 << 16, size, dtype=np.uint16), "BF16")}
-    store = MemoryStore()
     with (
         Publisher(store, stream="policy") as publisher,
         Subscriber(store, stream="policy", threads=1) as worker,
@@ -66,8 +63,7 @@ def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
     assert peak < 3e6, "a payload, and no indices"
     (tensor,) = update.tensors
     assert (tensor.elements, tensor.whole, update.changed) == (size // 2, False, size // 2)
-    indices = tensor.indices
-    assert indices is not None
+    indices = present(tensor.indices)
     assert indices.dtype == np.int64
     assert indices.tolist() == sorted(changed.tolist())
     model[indices] = tensor.values

@@ -48,8 +48,7 @@ def test_metadata_without_sense_is_refused(metadata: Any, rng: Rng) -> None:
         Publisher(MemoryStore(), stream="policy").publish(policy(rng), metadata=metadata)
 
 
-def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
-    store = MemoryStore()
+def test_versions_and_times_without_sense_are_refused(rng: Rng, store: MemoryStore) -> None:
     Publisher(store, stream="policy").publish(policy(rng))
     subscriber = Subscriber(store, stream="policy")
     for target in (1.5, -1, True, "0", NAN):

@@ -15,7 +15,7 @@ from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.frameworks.torch import apply_
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import Rng, mutated, snapshot, taken, weights
+from tests.support.states import Rng, mutated, present, publish_each, snapshot, taken, weights
 from tests.support.stores import FaultyStore
 
 
@@ -129,7 +129,7 @@ class Policy(nn.Module):
 
 @pytest.mark.slow  # the first torch.compile imports much
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wrapped_modules_are_published_and_applied_under_plain_names() -> None:
+def test_wrapped_modules_are_published_and_applied_under_plain_names(store: MemoryStore) -> None:
     trained, policy = Policy(), Policy()
     for model in (trained, policy):
         model.layers[0] = torch.compile(model.layers[0])  # type: ignore[assignment]
@@ -138,10 +138,8 @@ def test_wrapped_modules_are_published_and_applied_under_plain_names() -> None:
     assert "module._orig_mod.layers.0._orig_mod.weight" in names
     plain = unwrapped(wrapped.state_dict())
     assert list(plain) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
-    store = MemoryStore()
     Publisher(store, stream="s").publish(plain)
-    update = Subscriber(store, stream="s").sync()
-    assert update is not None
+    update = present(Subscriber(store, stream="s").sync())
     before = snapshot(policy.state_dict())
     with pytest.raises(StateMismatch, match="no tensor") as caught:
         apply_(policy, update)
@@ -170,8 +168,7 @@ def test_wrapped_names_are_told_to_both_sides_once(rng: Rng) -> None:
     for _ in range(3):
         publisher.publish({"_orig_mod.weight": tensor})
     assert notices(events) == ["wrapped_names"]
-    update = Subscriber(store, stream="s").sync()
-    assert update is not None
+    update = present(Subscriber(store, stream="s").sync())
     with pytest.raises(StateMismatch) as caught:
         apply_({"weight": torch.zeros(6, dtype=torch.bfloat16)}, update)
     assert "let it publish pulse_rl.unwrapped" in caught.value.hint
@@ -226,14 +223,12 @@ def test_no_other_patch_is_told_to_narrow(rng: Rng) -> None:
         [{"w": np.arange(100) + i} for i in range(2)],
     ):
         events: list[Event] = []
-        publisher = Publisher(MemoryStore(), stream="s", on_event=events.append)
-        for state in states:
-            publisher.publish(state)
+        publish_each(Publisher(MemoryStore(), stream="s", on_event=events.append), states)
         assert "wide_dtype" not in notices(events)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "f16"])
-def test_a_state_is_cast_on_the_way(dtype: str) -> None:
+def test_a_state_is_cast_on_the_way(dtype: str, store: MemoryStore) -> None:
     model = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)).double()
     model[0].float()
     with torch.no_grad():
@@ -241,7 +236,6 @@ def test_a_state_is_cast_on_the_way(dtype: str) -> None:
     model.register_buffer("steps", torch.arange(3))
     model.tied = model[0].weight  # type: ignore[assignment]
     torch_dtype = {"BF16": torch.bfloat16, "f16": torch.float16}[dtype]
-    store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="s"), Subscriber(store, stream="s")
     for step in range(3):
         done = publisher.publish(model.state_dict(), dtype=dtype)

@@ -21,6 +21,8 @@ from tests.support.states import (
     history,
     mutated,
     policy,
+    present,
+    publish_each,
     roots,
     snapshot,
     state_root,
@@ -105,8 +107,7 @@ def test_publish_at_every_call(
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         publisher = tuned(store, stream="policy", threads=1, **options)
-        for state in states[:2]:
-            publisher.publish(state)
+        publish_each(publisher, states[:2])
         if not warm:
             publisher = tuned(store, stream="policy", threads=1, **options)
         ready["publisher"] = publisher
@@ -135,8 +136,7 @@ def test_publishing_another_set_of_tensors_at_every_call(after: bool, rng: Rng) 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         ready["publisher"] = Publisher(store, stream="policy", threads=1)
-        for state in states[:2]:
-            ready["publisher"].publish(state)
+        publish_each(ready["publisher"], states[:2])
         return store
 
     for store in every_call(setup, after, least=2):
@@ -220,8 +220,7 @@ def test_verify_tells_an_outage_from_damage(rng: Rng) -> None:
     """A store that is away for a moment must not be reported as a stream that is broken."""
     inner = MemoryStore()
     publisher = Publisher(inner, stream="policy", anchor_ratio=0.01)
-    for state in history(rng, 3, elements=1000):
-        publisher.publish(state)
+    publish_each(publisher, history(rng, 3, elements=1000))
     for store in every_call(lambda: FaultyStore(inner), False, least=8):
         try:
             reports = list(verify_stream(store, "policy"))
@@ -290,8 +289,7 @@ def test_publish_interrupted_at_every_event(
     for at in itertools.count():
         store, listener = FaultyStore(MemoryStore()), Interrupts(error)
         publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
-        for state in states[:3]:
-            publisher.publish(state)
+        publish_each(publisher, states[:3])
         if not warm:
             publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
         listener.at = at
@@ -343,8 +341,7 @@ def test_a_state_left_half_way_is_given_up_and_restored(rng: Rng) -> None:
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync()
     subscriber._host.state.read("embed.weight")[5] ^= 1
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert update.full
     live.apply(update)
     assert live.root == subscriber.root == state_root(states[1])
@@ -378,16 +375,15 @@ def test_a_replaced_publisher_is_told_at_every_call(after: bool, rng: Rng) -> No
         assert_nothing_lost(store, {}, states[2])
 
 
-def test_calls_that_raise_are_told(rng: Rng) -> None:
+def test_calls_that_raise_are_told(rng: Rng, faulty: FaultyStore) -> None:
     events: list[Event] = []
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", on_event=events.append)
-    store.fail_on("put", "payloads")
+    publisher = Publisher(faulty, stream="policy", on_event=events.append)
+    faulty.fail_on("put", "payloads")
     with pytest.raises(StoreUnavailable) as raised:
         publisher.publish(policy(rng))
     assert events[-1] == CallFailed("policy", "publish", "store_unavailable", str(raised.value))
     publisher.publish(policy(rng))
-    subscriber = Subscriber(store, stream="policy", on_event=events.append)
+    subscriber = Subscriber(faulty, stream="policy", on_event=events.append)
     with pytest.raises(ChainGap) as gap:
         subscriber.sync(7)
     assert events[-1] == CallFailed("policy", "sync", "chain_gap", str(gap.value))

@@ -16,7 +16,7 @@ from pulse_rl import Publisher, Store, Subscriber, open_store, state_root, verif
 from pulse_rl.errors import AlreadyExists, PublisherConflict, StoreUnavailable
 from pulse_rl.store.base import create_or_confirm
 from tests.support.proxy import Proxy, Rule, proxied
-from tests.support.states import Rng, Tensors, history, mutated, policy
+from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each, reach
 from tests.support.stores import KEYS, names, s3_store
 
 pytestmark = pytest.mark.slow
@@ -210,9 +210,7 @@ def test_any_broken_request_of_a_sync_is_survived(
     """The n-th request, for every n: success after obstore's own retry, or StoreUnavailable and
     success later."""
     states = history(rng, 2, elements=1000)
-    publisher = Publisher(s3_store(s3, prefix), stream="policy", threads=1)
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(s3_store(s3, prefix), stream="policy", threads=1), states)
     failed = broken = 0
     step = 3 if action == "stall" else 1
     for nth in itertools.count(1, step):
@@ -240,8 +238,7 @@ def test_any_broken_request_of_a_sync_is_survived(
 
 def test_a_slow_line_only_takes_longer(s3: str, proxy: Proxy, prefix: str, rng: Rng) -> None:
     states = [policy(rng, 3000)]
-    publisher = Publisher(through(proxy, prefix), stream="policy", threads=1)
-    publisher.publish(states[0])
+    Publisher(through(proxy, prefix), stream="policy", threads=1).publish(states[0])
     proxy.add(Rule("throttle", "GET", PAYLOAD, times=1000, bytes_per_second=60_000))
     subscriber = Subscriber(through(proxy, prefix), stream="policy", threads=1)
     started = time.monotonic()
@@ -269,6 +266,5 @@ def test_an_outage_in_the_midst_of_publishing_and_following(
         assert subscriber.root == state_root(states[0])
     proxy.heal()
     publisher.publish(states[2], metadata={"step": 2})
-    subscriber.sync()
-    assert subscriber.root == state_root(states[2])
+    reach(subscriber, state_root(states[2]))
     assert all(r.ok for r in verify_stream(s3_store(s3, prefix), "policy"))

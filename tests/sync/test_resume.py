@@ -19,6 +19,9 @@ from tests.support.states import (
     history,
     mutated,
     policy,
+    present,
+    publish_each,
+    reach,
     roots,
     state_root,
     weights,
@@ -28,9 +31,7 @@ from tests.support.stores import FaultyStore, names
 
 def stream_of(states: list[Tensors], **options: Any) -> MemoryStore:
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", **options)
-    for state in states:
-        publisher.publish(state)
+    publish_each(Publisher(store, stream="policy", **options), states)
     return store
 
 
@@ -146,8 +147,7 @@ def test_head_finds_versions_of_others(rng: Rng) -> None:
     reader = Publisher(store, stream="policy")
     for k, state in enumerate(states[1:], start=1):
         Publisher(store, stream="policy").publish(state, metadata={"step": k})
-        head = reader.head()
-        assert head is not None
+        head = present(reader.head())
         assert (head.version, head.metadata) == (k, {"step": k})
 
 
@@ -203,8 +203,7 @@ def test_an_update_from_the_base_fits_the_model_that_holds_it(rng: Rng) -> None:
     store = stream_of(states)
     live = Live()
     live.tensors = {n: type(t)(t.array.copy(), t.dtype) for n, t in states[1].items()}
-    update = Subscriber(store, stream="policy", base=states[1]).sync()
-    assert update is not None
+    update = present(Subscriber(store, stream="policy", base=states[1]).sync())
     assert not update.full
     live.apply(update)
     assert live.root == state_root(states[3])
@@ -238,10 +237,9 @@ def test_the_base_is_copied(rng: Rng) -> None:
     assert subscriber.root == state_root(subscriber.state) == state_root(states[1])
 
 
-def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng) -> None:
+def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng, store: MemoryStore) -> None:
     """Workers often start before their trainer, from the same checkpoint."""
     states = history(rng, 2)
-    store = MemoryStore()
     seen: list[Event] = []
     subscriber = Subscriber(store, stream="policy", base=states[0], on_event=seen.append)
     assert subscriber.sync() is None
@@ -254,14 +252,12 @@ def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
-def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng) -> None:
+def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 2)
     nbytes = State.of(states[0]).nbytes
-    store = MemoryStore()
     seen: list[Event] = []
     publisher = tuned(store, stream="policy", shard_bytes=shard_bytes, on_event=seen.append)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     Subscriber(store, stream="policy", on_event=seen.append).sync()
     resumed(store, mutated(rng, states[1]))
     done: dict[str, list[tuple[int, int]]] = {}
@@ -281,7 +277,5 @@ def test_false_links_cost_a_few_requests(rng: Rng) -> None:
     for k in range(3000):
         store.put(*fold_link("policy", 0, 5, (f"{k:064x}", 1 + k)))
     store.fail(10**9)
-    subscriber = Subscriber(store, stream="policy")
-    subscriber.sync()
-    assert subscriber.root == state_root(states[-1])
+    reach(Subscriber(store, stream="policy"), state_root(states[-1]))
     assert len(store.calls) < 120

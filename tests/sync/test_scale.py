@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.follow.checkpoint import serialize
 from pulse_rl.ops import diff
 from pulse_rl.state.digest import state_digest
-from pulse_rl.stream import manifest
-from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
+from tests.support.manifests import FULL
 from tests.support.publishers import FoldingPublisher, took_over
+from tests.support.states import reach
 
 pytestmark = pytest.mark.slow
 
@@ -84,25 +86,19 @@ def long_stream(versions: int) -> Counted:
             stream.put_payload(shard, SHARD, data)
             anchor_ref = AnchorRef((shard,))
             stream.put_anchor_link(version, shard.bytes)
-        made = Manifest(
-            format=manifest.FORMAT,
+        made = replace(
+            FULL,
             stream="s",
-            stream_id=STREAM_ID,
             version=version,
             epoch=1,
             root=roots[at],
             elements=states[at].elements,
             dense_bytes=states[at].nbytes,
-            publisher="crafted",
-            created=0.0,
-            remembers=0,
             aliases={},
             metadata={},
             files=(),
             patch=patch_ref,
             anchor=anchor_ref,
-            digest="",
-            signature=None,
         ).sealed()
         assert stream.commit(made)
         for span in FOLDS:
@@ -206,8 +202,7 @@ def test_a_late_joiner_takes_the_logarithm_of_fetches(
         late = Subscriber(store, stream="s", threads=1)
         late.sync(head - behind)
         store.reset()
-        late.sync()
-        assert late.root == root_of(head)
+        reach(late, root_of(head))
         assert store.count["payload"] <= behind // 64 + 4 * 7
         assert store.count["listed"] <= 2 * (behind + behind / 8 + behind / 64 + 20)
 
@@ -221,8 +216,7 @@ def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
     late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     late.sync(0)
     store.reset()
-    late.sync()
-    assert late.root == root_of(9999)
+    reach(late, root_of(9999))
     assert len(seen[-1].links) <= 9999 // 64 + 2 * 7
     assert store.count["payload"] == len(seen[-1].links)
 

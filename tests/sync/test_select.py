@@ -3,6 +3,7 @@ version's root."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tracemalloc
 from collections.abc import Collection
@@ -25,14 +26,26 @@ from pulse_rl import (
     fold_stream,
     gc_stream,
 )
-from pulse_rl.errors import ChainGap, InputError
+from pulse_rl.errors import ChainGap, InputError, StateMismatch
 from pulse_rl.events import Event, Synced
+from pulse_rl.patch.header import PatchHeader, parse_header
 from pulse_rl.stream.manifest import AnchorRef, Payload
+from tests.hostile.pieces import header_of_many_blocks
 from tests.support import states
 from tests.support.manifests import manifest_of
-from tests.support.publishers import tuned
+from tests.support.publishers import anchor_stream, tuned
 from tests.support.relays import Counted
-from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
+from tests.support.states import (
+    Rng,
+    Tensors,
+    all_dtypes,
+    bits,
+    mutated,
+    present,
+    publish_each,
+    snapshot,
+    weights,
+)
 from tests.support.stores import FaultyStore, names
 
 STAGES = 8
@@ -98,8 +111,7 @@ def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng
     for _ in range(4):
         state = mutated(rng, state)
         publisher.publish(state)
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         expected = {n: t for n, t in state.items() if n.startswith("BF16.") or n == "I64.values"}
         assert snapshot(worker.state) == snapshot(expected)
         assert {t.spec.name for t in update.tensors} <= set(expected)
@@ -142,11 +154,10 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng) -> None:
+def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng, store: MemoryStore) -> None:
     """Each byte of the patch and of the anchor behind the headers, tried in some places."""
     old = staged(rng, elements=1 << 20, layers=16)
     new = mutated(rng, old, density=0.002)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish(old)
     publisher.publish(new)
@@ -178,9 +189,7 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
     for folder_kind in (".tensors", ".leaves"):
         for damage in ("flip", "cut", "longer", "empty", "gone"):
             store = MemoryStore()
-            publisher = Publisher(store, stream="policy")
-            for state in states:
-                publisher.publish(state)
+            publish_each(Publisher(store, stream="policy"), states)
             for name in [n for n in names(store, "policy/digests") if n.endswith(folder_kind)]:
                 good = store.get(name)
                 store.delete(name)
@@ -270,16 +279,14 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
         states.append(mutated(rng, states[-1], density=0.002))
     store, near = MemoryStore(), MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     list(fold_stream(store, "policy", (8,), threads=1))
     Relay(store, near, stream="policy", threads=1).sync()
     seen: list[Event] = []
     for options in ({"base": states[0]}, {"stream_id": publisher.stream_id}):
         for stores in (store, near, [near, store]):
             worker = reader(stores, "stages.2.*", on_event=seen.append, **options)  # type: ignore[arg-type]
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             assert update.previous == (0 if "base" in options else None)
             assert snapshot(worker.state) == snapshot(part(states[-1], "stages.2."))
     assert any(
@@ -287,9 +294,8 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     )
 
 
-def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
+def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng, store: MemoryStore) -> None:
     embed, head = weights(rng, 300, 10), weights(rng, 10, 10)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     for step in range(3):
         embed.array[step] ^= 1
@@ -311,8 +317,7 @@ def test_another_set_of_tensors(rng: Rng) -> None:
     worker.sync()
     state["stages.0.layers.00.extra"] = weights(rng, 40)
     publisher.publish(state)
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert update.full
     assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
 
@@ -382,3 +387,99 @@ def test_a_large_header_is_parsed_only_where_something_vouches_for_it(rng: Rng) 
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 60 << 20
+
+
+def shortened(patch: bytes) -> bytes:
+    """A patch file of the same length, whose header is for a state of one element less."""
+    header = parse_header(memoryview(patch)).header
+    ((start, stop),) = header.slices
+    (last,) = [k for k, entry in enumerate(header.blocks) if entry.length][-1:]
+    blocks = list(header.blocks)
+    while True:
+        forged = PatchHeader(
+            header.base_root, header.target_root, ((start, stop - 1),), tuple(blocks)
+        )
+        head = forged.to_bytes()
+        missing = len(patch) - len(head) - forged.body_bytes
+        if missing == 0:
+            return head + bytes(forged.body_bytes)
+        blocks[last] = blocks[last]._replace(length=blocks[last].length + missing)
+
+
+@pytest.mark.parametrize("how", ["shortened", "bomb"])
+def test_a_forged_header_in_the_near_store_is_avoided(how: str, rng: Rng) -> None:
+    store, near, old = MemoryStore(), MemoryStore(), staged(rng)
+    new = mutated(rng, old, density=0.02)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    publisher.publish(old)
+    publisher.publish(new)
+    Relay(store, near, stream="policy", threads=1).sync()
+    (name,) = [name for name in names(near, "policy/payloads") if name.endswith(".patch")]
+    good = near.get(name)
+    near.put(
+        name,
+        shortened(good) if how == "shortened" else header_of_many_blocks().ljust(len(good), b"\0"),
+    )
+    assert len(near.get(name)) == len(good)
+    worker = reader([near, store], "stages.0.*")
+    tracemalloc.start()
+    worker.sync()
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    assert (worker.version, worker.root) == (1, Subscriber(store, stream="policy").sync().root)  # type: ignore[union-attr]
+    assert snapshot(worker.state) == snapshot(part(new, "stages.0."))
+
+
+def test_a_cache_keeps_no_ranges(rng: Rng, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="ranges"):
+        reader(MemoryStore(), "stages.0.*", cache=tmp_path / "cache")
+
+
+def test_a_base_that_is_changed_while_it_is_copied_is_not_believed(rng: Rng) -> None:
+    """It is the caller's memory, such as a live model's."""
+    state, store = staged(rng), FaultyStore(MemoryStore())
+    Publisher(store, stream="policy").publish(state)
+    worker = reader(store, "stages.0.*", base=state)
+    read = worker.stream.manifest
+
+    def meanwhile(version: int) -> object:
+        state["stages.0.layers.00.mlp.weight"].array[0] ^= 1
+        return read(version)
+
+    worker.stream.manifest = meanwhile  # type: ignore[method-assign, assignment]
+    with pytest.raises(StateMismatch, match="while it was copied"):
+        worker.sync()
+    assert worker.version is None
+
+
+def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng, store: MemoryStore) -> None:
+    """A tensor with a name that the base does not know is delivered whole; that of a tensor which
+    is not held stops nobody."""
+    embed, other = weights(rng, 300, 10), weights(rng, 2100, 2100)  # of a block of its own
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    publisher.publish({"a.embed": embed, "a.head": embed, "z.other": other})
+    base = {"a.embed": dataclasses.replace(embed, array=embed.array.copy()), "z.other": other}
+    worker = reader(store, "a.*")
+    worker.sync()
+    embed.array[0] ^= 1
+    publisher.publish({"a.embed": embed, "a.head": embed, "z.other": other, "a.late": other})
+    for starting in (
+        Subscriber(store, stream="policy", base=base),
+        reader(store, "a.*", base=base),
+    ):
+        update = present(starting.sync())
+        assert update.previous == 0
+        assert [t.indices for t in update.tensors if t.spec.name == "a.embed"] == [None]
+    assert worker.sync() is not None
+    assert worker.state.names == ["a.embed", "a.head"]
+
+
+def test_an_anchor_on_demand_has_digests(rng: Rng) -> None:
+    state, store = staged(rng), MemoryStore()
+    Publisher(store, stream="policy").publish(state)
+    anchor_stream(store, "policy", threads=1)
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert names(store, "policy/versions") == ["policy/versions/000000000001.json"]
+    worker = reader(store, "stages.0.*")
+    worker.sync()
+    assert snapshot(worker.state) == snapshot(part(state, "stages.0."))

@@ -22,7 +22,7 @@ from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecrea
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
 from tests.support.lying_store import LyingStore
-from tests.support.states import Live, Rng, Tensors, history, taken
+from tests.support.states import Live, Rng, Tensors, history, present, reach, taken
 from tests.support.stores import FaultyStore, names
 
 
@@ -86,6 +86,11 @@ class Fleet:
         return worker
 
 
+@pytest.fixture
+def fleet(rng: Rng) -> Fleet:
+    return Fleet(rng)
+
+
 def forget_calls(*stores: FaultyStore) -> None:
     for store in stores:
         store.calls.clear()
@@ -102,8 +107,7 @@ def test_what_is_near_is_not_fetched_from_the_origin(rng: Rng, clock: Clock) -> 
         assert not any("/payloads/" in name for _, name in fleet.origin.calls)
 
 
-def test_the_load_on_the_origin_is_one_listing_in_a_while(rng: Rng, clock: Clock) -> None:
-    fleet = Fleet(rng)
+def test_the_load_on_the_origin_is_one_listing_in_a_while(clock: Clock, fleet: Fleet) -> None:
     fleet.publish(3)
     worker = fleet.worker(patience_seconds=30)
     worker.sync()
@@ -162,14 +166,12 @@ def test_a_stale_near_store_is_passed_over(rng: Rng, clock: Clock) -> None:
     assert not any("/payloads/" in name for _, name in fleet.origin.calls)
 
 
-def test_without_patience_the_newest_of_all_is_taken(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_without_patience_the_newest_of_all_is_taken(fleet: Fleet) -> None:
     fleet.publish()
     worker = fleet.worker(patience_seconds=0)
     worker.sync()
     root = fleet.publish(relayed=False)
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
 
 
 def test_a_farther_store_that_promises_too_much_holds_nobody_up(rng: Rng, clock: Clock) -> None:
@@ -179,8 +181,7 @@ def test_a_farther_store_that_promises_too_much_holds_nobody_up(rng: Rng, clock:
     worker = fleet.worker(patience_seconds=30)
     worker.sync()
     fleet.publish(relayed=False)
-    head = fleet.publisher.head()
-    assert head is not None
+    head = present(fleet.publisher.head())
     assert head.patch is not None
     fleet.origin.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
     fleet.origin.put("policy/versions/000000099999.json", b"junk")
@@ -221,8 +222,7 @@ def test_a_damaged_near_store_never_makes_a_worker_wrong(how: str, folder: str, 
     assert live.root == newcomer.root == root
 
 
-def test_a_worker_ahead_of_the_near_store_stays_where_it_is(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_a_worker_ahead_of_the_near_store_stays_where_it_is(fleet: Fleet) -> None:
     fleet.publish()
     root = fleet.publish(3, relayed=False)
     worker = fleet.worker(patience_seconds=0)
@@ -233,8 +233,7 @@ def test_a_worker_ahead_of_the_near_store_stays_where_it_is(rng: Rng) -> None:
         assert (worker.version, worker.root) == (3, root)
 
 
-def test_a_target_version_is_found_where_it_is(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_a_target_version_is_found_where_it_is(fleet: Fleet) -> None:
     fleet.publish(2)
     root = fleet.publish(2, relayed=False)
     worker = fleet.worker()
@@ -244,12 +243,10 @@ def test_a_target_version_is_found_where_it_is(rng: Rng) -> None:
         worker.sync(target=9)
 
 
-def test_a_base_is_found_in_the_store_that_has_versions(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_a_base_is_found_in_the_store_that_has_versions(fleet: Fleet) -> None:
     fleet.publish(2, relayed=False)
     worker = fleet.worker(base=fleet.states[0])
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert update.previous == 0
 
 
@@ -259,9 +256,8 @@ def replace_origin(fleet: Fleet, state: Tensors) -> str:
     return Publisher(fleet.origin, stream="policy").publish(state).root
 
 
-def test_only_the_origin_says_that_a_stream_is_another_one(rng: Rng) -> None:
+def test_only_the_origin_says_that_a_stream_is_another_one(fleet: Fleet) -> None:
     """A near store that holds an earlier stream of the name does not take anybody back to it."""
-    fleet = Fleet(rng)
     fleet.publish(3)
     careful = fleet.worker(patience_seconds=0)
     willing = fleet.worker(patience_seconds=0, allow_recreated=True)
@@ -281,16 +277,14 @@ def test_only_the_origin_says_that_a_stream_is_another_one(rng: Rng) -> None:
         pinned.sync()
 
 
-def test_a_near_store_of_another_stream_is_passed_over(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_a_near_store_of_another_stream_is_passed_over(fleet: Fleet) -> None:
     root = fleet.publish(2, relayed=False)
     Publisher(fleet.near, stream="policy").publish(fleet.states[9])
     for worker in (
         fleet.worker(stream_id=fleet.publisher.stream_id),
         fleet.worker(patience_seconds=0),
     ):
-        worker.sync()
-        assert worker.root == root
+        reach(worker, root)
         assert worker.sync() is None
 
 
@@ -299,33 +293,27 @@ def test_a_hostile_near_store_cannot_lead_astray(rng: Rng) -> None:
     origin, near = MemoryStore(), MemoryStore()
     root = Publisher(origin, stream="policy", signer=signer).publish(states[0]).root
     Publisher(near, stream="policy", signer=Signer(bytes(32))).publish(states[1])
-    worker = Subscriber([near, origin], stream="policy", trusted_keys=[signer.public_key])
-    worker.sync()
-    assert worker.root == root
+    reach(Subscriber([near, origin], stream="policy", trusted_keys=[signer.public_key]), root)
 
 
-def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
-    fleet = Fleet(rng)
+def test_a_cache_serves_all_stores(tmp_path: Path, fleet: Fleet) -> None:
     root = fleet.publish(3)
     fleet.worker(cache=tmp_path).sync()
     fleet.near.inner.away = True  # type: ignore[attr-defined]
     forget_calls(fleet.origin)
     again = fleet.worker(cache=tmp_path)
-    again.sync()
-    assert again.root == root
+    reach(again, root)
     assert not any("/payloads/" in name for _, name in fleet.origin.calls)
 
 
-def test_one_store_is_one_store(rng: Rng) -> None:
+def test_one_store_is_one_store(rng: Rng, faulty: FaultyStore) -> None:
     """A list of one costs what a store costs."""
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(history(rng, 1)[0])
-    worker = Subscriber([store], stream="policy")
+    Publisher(faulty, stream="policy").publish(history(rng, 1)[0])
+    worker = Subscriber([faulty], stream="policy")
     taken(worker)
-    store.calls.clear()
+    faulty.calls.clear()
     assert worker.sync() is None
-    assert store.calls == [("list", "policy/versions")]
+    assert faulty.calls == [("list", "policy/versions")]
 
 
 @pytest.mark.parametrize("stores", [[], ()])
@@ -349,20 +337,17 @@ def test_a_stream_recreated_behind_two_stale_stores_is_noticed(rng: Rng, clock: 
         worker.sync()
 
 
-def test_a_base_of_an_earlier_stream_in_a_stale_store_holds_nobody(rng: Rng) -> None:
-    fleet = Fleet(rng)
+def test_a_base_of_an_earlier_stream_in_a_stale_store_holds_nobody(fleet: Fleet) -> None:
     fleet.publish(3)
     root = replace_origin(fleet, fleet.states[7])
     for options in ({}, {"allow_recreated": True}):
         worker = fleet.worker(base=fleet.states[2], patience_seconds=0, **options)
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         assert (worker.version, worker.root, update.previous) == (0, root, None)
 
 
-def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
+def test_a_restart_is_followed_once_the_origin_can_be_asked(fleet: Fleet) -> None:
     """What was followed is not forgotten before the origin has said what it is now."""
-    fleet = Fleet(rng)
     fleet.publish(3)
     worker = fleet.worker(patience_seconds=0, allow_recreated=True)
     worker.sync()
@@ -399,8 +384,7 @@ def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_whil
     worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
     worker.patience_seconds = 20
     began = clock.now
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
     assert clock.now - began < 40
     assert near.lies == 1
     fleet.publish(relayed=False)
@@ -411,9 +395,8 @@ def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_whil
     assert near.lies == 2
 
 
-def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock: Clock) -> None:
+def test_a_near_store_whose_every_answer_is_late_is_passed_over(clock: Clock, fleet: Fleet) -> None:
     """The worker goes on in the origin from the version that it has reached."""
-    fleet = Fleet(rng)
     fleet.publish()
     near = LyingStore(MemoryStore())
     worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
@@ -429,6 +412,5 @@ def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock:
         return right()
 
     near.tell("every", late)
-    worker.sync()
-    assert worker.root == root
+    reach(worker, root)
     assert clock.now - began < 120

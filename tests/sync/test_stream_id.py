@@ -26,15 +26,24 @@ from pulse_rl.errors import (
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.publishers import anchor_stream, tuned
-from tests.support.states import Live, Rng, Tensors, history, roots, taken
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    history,
+    present,
+    publish_each,
+    reach,
+    roots,
+    taken,
+)
 from tests.support.stores import FaultyStore, names
 
 
 def published(states: list[Tensors], signer: Signer | None = None, store: Any = None) -> Any:
     store = store or MemoryStore()
     with Publisher(store, stream="policy", signer=signer) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     return store
 
 
@@ -54,9 +63,8 @@ def replay(
             into.put(name, source.get(name))
 
 
-def test_a_stream_keeps_its_id_through_restarts(rng: Rng) -> None:
+def test_a_stream_keeps_its_id_through_restarts(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 3)
-    store = MemoryStore()
     seen = set()
     for state in states:
         with Publisher(store, stream="policy") as publisher:
@@ -71,9 +79,8 @@ def test_a_stream_keeps_its_id_through_restarts(rng: Rng) -> None:
     )
 
 
-def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
+def test_signed_versions_of_another_run_are_passed_over(rng: Rng, signer: Signer) -> None:
     """Same key, same name: a replay of an earlier run was followed."""
-    signer = Signer.generate()
     earlier = published(history(rng, 6), signer)
     states = history(rng, 3)
     store = published(states[:2], signer)
@@ -99,8 +106,7 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
     assert (worker.version, live.root) == (6, state_root(states[2]))
 
 
-def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng) -> None:
-    signer = Signer.generate()
+def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng, signer: Signer) -> None:
     earlier = published(history(rng, 6), signer)
     states = history(rng, 2)
     store = published(states, signer)
@@ -139,8 +145,7 @@ def test_a_stream_that_was_recreated_is_an_error_or_followed(versions: int, rng:
         strict.sync()
     assert "allow_recreated = True" in caught.value.hint
     assert (strict.version, strict.root) == (2, state_root(states[2]))
-    update = free.sync()
-    assert update is not None
+    update = present(free.sync())
     assert update.full
     live.apply(update)
     assert (free.version, live.root) == (versions - 1, state_root(anew[-1]))
@@ -172,8 +177,7 @@ def test_a_publisher_whose_store_was_wiped_says_so_and_anchors(what: str, rng: R
     assert live.root == state_root(states[3])
     publisher.publish(states[4])
     newcomer = Subscriber(store, stream="policy")
-    newcomer.sync()
-    assert newcomer.root == state_root(states[4])
+    reach(newcomer, state_root(states[4]))
     assert newcomer.stream_id == worker.stream_id
     assert Publisher(store, stream="policy").publish(states[5]).version == 5
 
@@ -191,22 +195,21 @@ def test_a_publisher_whose_stream_was_recreated_by_another_stops(rng: Rng) -> No
     assert [report.root for report in verify_stream(store, "policy")] == roots(states[2:3])
 
 
-def test_newborn_streams_of_two_publishers_become_one(rng: Rng) -> None:
+def test_newborn_streams_of_two_publishers_become_one(rng: Rng, faulty: FaultyStore) -> None:
     """Both saw an empty store and chose an ID; the one that commits second takes the other's."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one, two = Publisher(faulty, stream="policy"), Publisher(faulty, stream="policy")
     one._rank._committer.find(None)
     two._rank._committer.find(None)
     with pytest.raises(PublisherConflict):
         one.publish(states[0])
     assert two.publish(states[0]).version == 0
-    three, four = Publisher(store, stream="other"), Publisher(store, stream="other")
+    three, four = Publisher(faulty, stream="other"), Publisher(faulty, stream="other")
     three._rank._committer.find(None)
     four._rank._committer.find(None)
-    store.hidden = set(names(store.inner, "other/epochs"))
+    faulty.hidden = set(names(faulty.inner, "other/epochs"))
     assert three.publish(states[0]).version == 0, "it did not see the claim"
-    store.hidden = set()
+    faulty.hidden = set()
     assert four.publish(states[1]).version == 1
     assert three.stream_id == four.stream_id
     with pytest.raises(PublisherConflict):
@@ -224,9 +227,7 @@ def test_a_new_key_is_trusted_from_its_first_version_on(rng: Rng) -> None:
     assert done.anchored
     assert done.changed is not None, "who trusted the old key takes the patch"
     assert not publisher.publish(states[3]).anchored
-    newcomer = Subscriber(store, stream="policy", trusted_keys=[new.public_key])
-    newcomer.sync()
-    assert newcomer.root == state_root(states[3])
+    reach(Subscriber(store, stream="policy", trusted_keys=[new.public_key]), state_root(states[3]))
 
 
 def test_an_anchor_on_demand(rng: Rng) -> None:
@@ -240,21 +241,19 @@ def test_an_anchor_on_demand(rng: Rng) -> None:
     done = anchor_stream(store, "policy", signer=new, trusted_keys=[old.public_key])
     assert (done.version, done.changed, done.root) == (5, 0, state_root(states[3]))
     assert done.metadata == {"step": 4}, "where a trainer was is not lost"
-    trusted.sync()
-    assert trusted.root == state_root(states[3])
+    reach(trusted, state_root(states[3]))
 
 
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
-    waited: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch
+    waited: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch, faulty: FaultyStore
 ) -> None:
     """publish failed at the commit; gc ran in between; the repeated commit named what was
     deleted."""
     states = history(rng, 4)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    store.fail_on("put_new", "versions")
+    faulty.fail_on("put_new", "versions")
     with pytest.raises(Exception, match="connection"):
         publisher.publish(states[1])
     if waited:
@@ -262,38 +261,33 @@ def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
 
         monkeypatch.setattr(module, "_LATEST_COMMIT_SECONDS", -1.0)
     else:
-        gc_stream(store, "policy", keep=1, grace_seconds=0)
+        gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     done = publisher.publish(states[2])
     assert done.version == 1, "what might have been committed too late was given up"
-    assert [report.root for report in verify_stream(store, "policy")] == roots(
+    assert [report.root for report in verify_stream(faulty, "policy")] == roots(
         [states[0], states[2]]
     )
-    assert all(report.ok for report in verify_stream(store, "policy"))
+    assert all(report.ok for report in verify_stream(faulty, "policy"))
 
 
-def test_a_late_commit_that_is_found_counts(rng: Rng) -> None:
+def test_a_late_commit_that_is_found_counts(rng: Rng, faulty: FaultyStore) -> None:
     """The reply was lost, gc ran: the version is there, and the next one follows it."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    store.fail_on("put_new", "versions", after=True)
+    faulty.fail_on("put_new", "versions", after=True)
     with pytest.raises(Exception, match="connection"):
         publisher.publish(states[1])
-    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     assert publisher.publish(states[2]).version == 2
-    newcomer = Subscriber(store, stream="policy")
-    newcomer.sync()
-    assert newcomer.root == state_root(states[2])
+    reach(Subscriber(faulty, stream="policy"), state_root(states[2]))
 
 
-def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
+def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> None:
     signer, stranger = Signer.generate(), Signer.generate()
     states = history(rng, 12)
-    store = MemoryStore()
     with Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     for tool in (None, stranger):
         assert list(
             fold_stream(store, "policy", (8,), signer=tool, trusted_keys=[signer.public_key])
@@ -324,8 +318,7 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
         store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
     )
     worker.sync(target=1)
-    worker.sync()
-    assert worker.root == state_root(states[-1])
+    reach(worker, state_root(states[-1]))
     refused = [event for event in seen if isinstance(event, FallbackUsed)]
     assert {event.kind for event in refused} <= {"untrusted"}
 
@@ -357,8 +350,7 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
     with pytest.raises(StreamRecreated):
         worker.sync()
     anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    anew.sync()
-    assert anew.root == state_root(states[2])
+    reach(anew, state_root(states[2]))
 
 
 def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:

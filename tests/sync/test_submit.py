@@ -17,7 +17,7 @@ from pulse_rl import Bits, MemoryStore, Published, Publisher, Subscriber, state_
 from pulse_rl.errors import ConcurrentUse, InputError, PublisherConflict, StoreUnavailable
 from pulse_rl.store import Data
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import Rng, Tensors, history, mutated, policy, roots
+from tests.support.states import Rng, Tensors, history, mutated, policy, present, roots
 from tests.support.stores import FaultyStore
 
 
@@ -68,8 +68,7 @@ def test_the_state_may_change_as_soon_as_it_is_taken(slow: SlowStore, rng: Rng) 
         for state in states[2:]:
             publisher.submit(state)
             overwrite(state)
-        head = publisher.head()
-        assert head is not None
+        head = present(publisher.head())
         assert head.version == 3, "head waits for its turn"
     assert [report.root for report in verify_stream(slow, "policy")] == expected
     assert all(report.ok for report in verify_stream(slow, "policy"))
@@ -206,24 +205,22 @@ def test_of_two_errors_none_is_lost(slow: SlowStore, rng: Rng) -> None:
     publisher.close()
 
 
-def test_an_error_that_was_asked_for_is_not_raised_again(rng: Rng) -> None:
+def test_an_error_that_was_asked_for_is_not_raised_again(rng: Rng, faulty: FaultyStore) -> None:
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    store.fail_on("put_new", "versions", after=True)
+    faulty.fail_on("put_new", "versions", after=True)
     with pytest.raises(StoreUnavailable):
         publisher.submit(states[1]).result(20)
     assert publisher.submit(states[2]).result(20).version == 2, (
         "the version whose reply was lost is version 1"
     )
     publisher.close()
-    assert [report.root for report in verify_stream(store, "policy")] == roots(states)
+    assert [report.root for report in verify_stream(faulty, "policy")] == roots(states)
 
 
-def test_a_publisher_that_was_superseded_says_so(rng: Rng) -> None:
+def test_a_publisher_that_was_superseded_says_so(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 4)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     publisher.publish(states[0])
     Publisher(store, stream="policy").publish(states[1])
@@ -248,9 +245,8 @@ def test_an_error_in_a_with_block_is_not_hidden(own: type[Exception] | None, rng
         train()
 
 
-def test_casts_metadata_and_wrong_arguments(rng: Rng) -> None:
+def test_casts_metadata_and_wrong_arguments(rng: Rng, store: MemoryStore) -> None:
     wide = {"w": rng.standard_normal(5000).astype(np.float32)}
-    store = MemoryStore()
     with Publisher(store, stream="policy") as publisher:
         publisher.submit(wide, dtype="BF16", metadata={"step": 3}, anchor=True)
         wide["w"][:] = 0
@@ -259,8 +255,7 @@ def test_casts_metadata_and_wrong_arguments(rng: Rng) -> None:
         with pytest.raises(InputError):
             publisher.submit(5)  # type: ignore[arg-type]
     worker = Subscriber(store, stream="policy")
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert update.metadata == {"step": 3}
     assert worker.state.spec("w").dtype.name == "BF16"
     assert np.any(worker.state.read("w"))
@@ -293,10 +288,9 @@ def test_two_threads_are_refused(slow: SlowStore, rng: Rng) -> None:
 
 
 @pytest.mark.slow
-def test_many_at_random(rng: Rng) -> None:
+def test_many_at_random(rng: Rng, store: MemoryStore) -> None:
     """Publishes, submits and replacements in any order: every version that was not cancelled is
     there, in order."""
-    store = MemoryStore()
     state = policy(rng)
     kept: list[tuple[Any, str]] = []
     with Publisher(store, stream="policy", anchor_ratio=0.2) as publisher:

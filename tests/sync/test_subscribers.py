@@ -88,8 +88,7 @@ def test_hundreds_of_streams_take_a_few_threads(monkeypatch: pytest.MonkeyPatch)
     assert running_threads() <= before + 1
 
 
-def test_updates_come_one_after_another(rng: Rng) -> None:
-    store = MemoryStore()
+def test_updates_come_one_after_another(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 5, rng)
     with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
@@ -101,8 +100,7 @@ def test_updates_come_one_after_another(rng: Rng) -> None:
         assert [subscribers[name].version for name in subscribers] == [3] * len(subscribers)
 
 
-def test_a_stream_rests_while_its_update_is_used(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_stream_rests_while_its_update_is_used(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 2, rng)
     fleet.publish(0)
     with Subscribers(store, ["0"], poll_seconds=0.02) as subscribers:
@@ -116,9 +114,8 @@ def test_a_stream_rests_while_its_update_is_used(rng: Rng) -> None:
         assert (name, update.previous, update.version) == ("0", 0, 1)
 
 
-def test_what_was_not_acknowledged_comes_again(rng: Rng) -> None:
+def test_what_was_not_acknowledged_comes_again(rng: Rng, store: MemoryStore) -> None:
     """A reader that broke out of its loop has not said that it has the update."""
-    store = MemoryStore()
     fleet = Fleet(store, 1, rng)
     fleet.publish(0)
     with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
@@ -135,17 +132,16 @@ def test_what_was_not_acknowledged_comes_again(rng: Rng) -> None:
         assert found[0].previous == 0
 
 
-def test_a_stream_that_fails_holds_up_no_other(rng: Rng) -> None:
-    store = FaultyStore(MemoryStore())
-    fleet = Fleet(store, 6, rng)
+def test_a_stream_that_fails_holds_up_no_other(rng: Rng, faulty: FaultyStore) -> None:
+    fleet = Fleet(faulty, 6, rng)
     fleet.publish(0)
     told: list[Event] = []
     with Subscribers(
-        store, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append
+        faulty, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append
     ) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         take(updates, 6)
-        store.damage = lambda name, data: data[:-1] if name.startswith("3/payloads") else data
+        faulty.damage = lambda name, data: data[:-1] if name.startswith("3/payloads") else data
         for version in (1, 2):
             fleet.publish(version)
             found = take(updates, 5)
@@ -155,13 +151,12 @@ def test_a_stream_that_fails_holds_up_no_other(rng: Rng) -> None:
             time.sleep(0.01)
         assert isinstance(subscribers.failures["3"], ChainGap)
         assert any(isinstance(event, CallFailed) and event.stream == "3" for event in told)
-        store.damage = lambda name, data: data
+        faulty.damage = lambda name, data: data
         assert take(updates, 1) == {"3": fleet.roots[2]}
         assert subscribers.failures == {}
 
 
-def test_streams_come_and_go(rng: Rng) -> None:
-    store = MemoryStore()
+def test_streams_come_and_go(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 3, rng)
     fleet.publish(0)
     with Subscribers(store, poll_seconds=0.02) as subscribers:
@@ -201,8 +196,7 @@ def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> Non
 
 
 @pytest.mark.slow
-def test_several_threads_share_the_updates(rng: Rng) -> None:
-    store = MemoryStore()
+def test_several_threads_share_the_updates(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 20, rng)
     fleet.publish(0)
     seen: list[str] = []
@@ -273,8 +267,7 @@ def test_refusals() -> None:
         assert list(subscribers) == ["a"]
 
 
-def test_what_a_listener_raises_reaches_the_reader(rng: Rng) -> None:
-    store = MemoryStore()
+def test_what_a_listener_raises_reaches_the_reader(rng: Rng, store: MemoryStore) -> None:
     Fleet(store, 1, rng).publish(0)
 
     def listen(_: Event) -> None:
@@ -303,9 +296,8 @@ def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, r
         assert take(updates, 2) == dict.fromkeys(fleet.names, fleet.roots[1])
 
 
-def test_updates_make_the_publishers_state(rng: Rng) -> None:
+def test_updates_make_the_publishers_state(rng: Rng, store: MemoryStore) -> None:
     """What an update writes, over all versions, makes the publisher's state."""
-    store = MemoryStore()
     fleet = Fleet(store, 1, rng)
     live: dict[str, np.ndarray] = {}
     with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:

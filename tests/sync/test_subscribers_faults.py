@@ -28,8 +28,7 @@ def published(store: Store, rng: Rng, *names: str) -> list[Publisher]:
     return publishers
 
 
-def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng) -> None:
-    store = MemoryStore()
+def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng, store: MemoryStore) -> None:
     published(store, rng, "0")
     with Subscribers(store, ["0"], poll_seconds=0.02) as subscribers:
         for _ in range(2):
@@ -44,16 +43,15 @@ def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng) -> None:
         assert list(subscribers.updates(timeout_seconds=0.3)) == [], "now it was acknowledged"
 
 
-def test_no_patience_is_no_storm(rng: Rng) -> None:
-    store = FaultyStore(MemoryStore())
-    published(store, rng, "0")
+def test_no_patience_is_no_storm(rng: Rng, faulty: FaultyStore) -> None:
+    published(faulty, rng, "0")
     with Subscribers(
-        [store, store.inner], ["0"], poll_seconds=0.2, patience_seconds=0
+        [faulty, faulty.inner], ["0"], poll_seconds=0.2, patience_seconds=0
     ) as subscribers:
         next(subscribers.updates(timeout_seconds=SOON))[1].acknowledge()
-        store.calls.clear()
+        faulty.calls.clear()
         assert list(subscribers.updates(timeout_seconds=1)) == []
-        assert 1 <= sum(call == "list" for call, _ in store.calls) <= 20
+        assert 1 <= sum(call == "list" for call, _ in faulty.calls) <= 20
 
 
 def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(

@@ -32,6 +32,9 @@ from tests.support.states import (
     history,
     mutated,
     policy,
+    present,
+    publish_each,
+    reach,
     roots,
     snapshot,
     taken,
@@ -69,8 +72,7 @@ def test_a_worker_follows_every_version(any_store: Store | str, rng: Rng) -> Non
     states = history(rng, 4)
     for version, state in enumerate(states):
         done = publisher.publish(state)
-        update = subscriber.sync()
-        assert update is not None
+        update = present(subscriber.sync())
         live.apply(update)
         assert live.root == update.root == done.root == subscriber.root == state_root(state)
         assert (update.version, subscriber.version, done.version) == (version,) * 3
@@ -89,11 +91,10 @@ def test_a_worker_follows_every_version(any_store: Store | str, rng: Rng) -> Non
     assert_whole(any_store, states)
 
 
-def test_an_update_over_several_versions_is_merged(rng: Rng) -> None:
+def test_an_update_over_several_versions_is_merged(rng: Rng, store: MemoryStore) -> None:
     """One change an element, with the newest bits, also for what changed twice or back again."""
     states = history(rng, 2, density=0.1)
     states += [mutated(rng, states[1], 0.1), states[1], mutated(rng, states[0], 0.2)]
-    store = MemoryStore()
     publisher, subscriber, live = (
         Publisher(store, stream="policy"),
         Subscriber(store, stream="policy"),
@@ -101,10 +102,8 @@ def test_an_update_over_several_versions_is_merged(rng: Rng) -> None:
     )
     publisher.publish(states[0])
     live.apply(subscriber.sync())
-    for state in states[1:]:
-        publisher.publish(state)
-    update = subscriber.sync()
-    assert update is not None
+    publish_each(publisher, states[1:])
+    update = present(subscriber.sync())
     assert (update.previous, update.version, update.full) == (0, 4, False)
     for name, indices, values in update:
         assert indices is not None
@@ -131,8 +130,7 @@ def test_a_state_without_changes_is_a_version_too(rng: Rng) -> None:
     assert done[1].patch_bytes < 400
     subscriber = Subscriber(store, stream="policy")
     taken(subscriber, 0)
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert (update.version, update.tensors, update.root) == (1, (), done[0].root)
 
 
@@ -160,10 +158,9 @@ def test_what_published_tells(rng: Rng) -> None:
     ]
 
 
-def test_the_baseline_is_the_publishers_own(rng: Rng) -> None:
+def test_the_baseline_is_the_publishers_own(rng: Rng, store: MemoryStore) -> None:
     """The trainer goes on writing into the tensors that it published."""
     state = policy(rng)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     publisher.publish(state)
     for tensor in state.values():
@@ -174,9 +171,7 @@ def test_the_baseline_is_the_publishers_own(rng: Rng) -> None:
 
 
 def assert_root(store: Store, state: Tensors) -> None:
-    subscriber = Subscriber(store, stream="policy")
-    subscriber.sync()
-    assert subscriber.root == state_root(state)
+    reach(Subscriber(store, stream="policy"), state_root(state))
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 5000])
@@ -272,8 +267,7 @@ def test_full_update_gives_a_new_model_everything(rng: Rng) -> None:
         assert live.root == update.root == state_root(states[version])
 
 
-def test_before_the_first_version(rng: Rng) -> None:
-    store = MemoryStore()
+def test_before_the_first_version(rng: Rng, store: MemoryStore) -> None:
     subscriber = Subscriber(store, stream="policy")
     assert Publisher(store, stream="policy").head() is None
     for _ in range(2):
@@ -302,8 +296,7 @@ def test_the_state_is_read_only(rng: Rng) -> None:
         subscriber.state.read("steps")[0] = 1
 
 
-def test_metadata_travels_with_its_version(rng: Rng) -> None:
-    store = MemoryStore()
+def test_metadata_travels_with_its_version(rng: Rng, store: MemoryStore) -> None:
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     for version, state in enumerate(history(rng, 3)):
         facts = {
@@ -313,11 +306,9 @@ def test_metadata_travels_with_its_version(rng: Rng) -> None:
             "last": version == 2,
         }
         done = publisher.publish(state, metadata=facts)
-        update = subscriber.sync()
-        assert update is not None
+        update = present(subscriber.sync())
         assert done.metadata == update.metadata == subscriber.manifest.metadata == facts
-        head = Publisher(store, stream="policy").head()
-        assert head is not None
+        head = present(Publisher(store, stream="policy").head())
         assert (head.version, head.metadata) == (version, facts)
 
 
@@ -340,9 +331,8 @@ def test_metadata_that_cannot_be_stored_is_refused_before_anything_is(wrong: Any
     assert_whole(store, [states[0], states[2]])
 
 
-def test_updates_yields_until_nothing_comes(rng: Rng) -> None:
+def test_updates_yields_until_nothing_comes(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 4)
-    store = MemoryStore()
     publisher, live = Publisher(store, stream="policy"), Live()
     publisher.publish(states[0])
     found = []
@@ -363,9 +353,7 @@ def test_streams_in_one_store_do_not_meet(rng: Rng) -> None:
     for name in streams:
         assert Publisher(store, stream=name).publish(states[name]).version == 0
     for name in streams:
-        subscriber = Subscriber(store, stream=name)
-        subscriber.sync()
-        assert subscriber.root == state_root(states[name])
+        reach(Subscriber(store, stream=name), state_root(states[name]))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", ".a", "a b", "x" * 129, "-a", "ü", "a\n"])
@@ -377,10 +365,9 @@ def test_names_that_are_no_streams(name: str) -> None:
         list(verify_stream(MemoryStore(), name))
 
 
-def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:
+def test_any_source_can_be_published(tmp_path: Path, rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 3)
     write_checkpoint(tmp_path, states[1])
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     publisher.publish(states[0])
     publisher.publish(tmp_path)
@@ -388,15 +375,13 @@ def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:
     assert_whole(store, states)
 
 
-def test_full_updates_that_are_kept_do_not_change(rng: Rng) -> None:
+def test_full_updates_that_are_kept_do_not_change(rng: Rng, store: MemoryStore) -> None:
     """Their values are views of the host state: while any of them is alive, the state moves on in a
     copy."""
     states = history(rng, 3)
-    store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     publisher.publish(states[0])
-    first = subscriber.sync()
-    assert first is not None
+    first = present(subscriber.sync())
     again = subscriber.full_update()
     before = {name: values.copy() for name, _, values in first}
     del again

@@ -16,15 +16,14 @@ from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore, names
 
 
-def test_equal_states_of_two_publishers_are_a_conflict_too(rng: Rng) -> None:
+def test_equal_states_of_two_publishers_are_a_conflict_too(rng: Rng, faulty: FaultyStore) -> None:
     """Each would otherwise take the other's version for its own. The listing hides the claim of the
     second, so that only the commit can tell."""
     states = history(rng, 2)
-    store = FaultyStore(MemoryStore())
-    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one, two = Publisher(faulty, stream="policy"), Publisher(faulty, stream="policy")
     one.publish(states[0])
     two.publish(states[1])
-    store.hidden = set(names(store.inner, "policy/epochs"))
+    faulty.hidden = set(names(faulty.inner, "policy/epochs"))
     with pytest.raises(PublisherConflict):
         one.publish(states[1])
 
@@ -69,36 +68,34 @@ def test_publishers_that_race_from_threads_leave_a_whole_chain(tmp_path: Path, r
     assert sorted(str(r.root) for r in reports) == sorted(won)
 
 
-def test_a_claim_that_arrives_damaged_is_read_again(rng: Rng) -> None:
+def test_a_claim_that_arrives_damaged_is_read_again(rng: Rng, faulty: FaultyStore) -> None:
     """The older publisher took it for junk and committed once more."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one, two = Publisher(faulty, stream="policy"), Publisher(faulty, stream="policy")
     one.publish(states[0])
     two.publish(states[1])
     replies = [b"", b"!"]
-    store.damage = lambda name, data: replies.pop() if "/epochs/" in name and replies else data
+    faulty.damage = lambda name, data: replies.pop() if "/epochs/" in name and replies else data
     with pytest.raises(PublisherConflict, match="taken over"):
         one.publish(states[2])
     assert not replies
 
 
-def test_a_commit_is_not_repeated_below_what_came_since(rng: Rng) -> None:
+def test_a_commit_is_not_repeated_below_what_came_since(rng: Rng, faulty: FaultyStore) -> None:
     """Its reply was lost, another publisher went on, gc took the version: it must not come back."""
     states = history(rng, 5)
-    store = FaultyStore(MemoryStore())
-    one = Publisher(store, stream="policy", anchor_ratio=0)
+    one = Publisher(faulty, stream="policy", anchor_ratio=0)
     one.publish(states[0])
-    store.fail_on("put_new", "versions", after=True)
+    faulty.fail_on("put_new", "versions", after=True)
     with pytest.raises(StoreUnavailable):
         one.publish(states[1])
-    Publisher(store, stream="policy", anchor_ratio=0).publish(states[2])
-    gc_stream(store, "policy", keep=1, grace_seconds=3600)
-    store.hidden = set(names(store.inner, "policy/epochs"))
+    Publisher(faulty, stream="policy", anchor_ratio=0).publish(states[2])
+    gc_stream(faulty, "policy", keep=1, grace_seconds=3600)
+    faulty.hidden = set(names(faulty.inner, "policy/epochs"))
     assert one.publish(states[3]).version == 3, (
         "it has to take the stream over: it sees nothing of the other one"
     )
-    assert [name[-6:] for name in names(store, "policy/versions")] == ["2.json", "3.json"]
+    assert [name[-6:] for name in names(faulty, "policy/versions")] == ["2.json", "3.json"]
 
 
 def test_who_was_superseded_does_not_come_back_when_its_head_is_gone(rng: Rng) -> None:

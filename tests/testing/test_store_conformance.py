@@ -143,10 +143,9 @@ def test_readers_that_wait_for_a_put_are_no_failure() -> None:
     assert Suite(Waits).failures() == {}
 
 
-def test_a_store_that_cannot_be_reached_is_not_called_broken() -> None:
-    store = FaultyStore(MemoryStore())
-    store.fail(0)
-    suite = Suite(lambda: store)
+def test_a_store_that_cannot_be_reached_is_not_called_broken(faulty: FaultyStore) -> None:
+    faulty.fail(0)
+    suite = Suite(lambda: faulty)
     with pytest.raises(StoreUnavailable) as caught:
         suite.test_put_replaces()
     assert VISIBLE in caught.value.__notes__[-1]

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.states import present
+
 if "jax" not in sys.modules:  # once its backend is there, the number of devices is fixed
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 jax = pytest.importorskip("jax")
@@ -121,11 +123,9 @@ def test_ten_steps_of_a_sharded_tree_reach_torch_and_jax(mesh: Mesh, donate: boo
         publisher.publish(weights(trained, named))
         for params in steps(trained, 10):
             publisher.publish(weights(params, named))
-            update = for_torch.sync()
-            assert update is not None
+            update = present(for_torch.sync())
             apply_(model, update)
-            update = for_jax.sync()
-            assert update is not None
+            update = present(for_jax.sync())
             old, served = served, apply(served, update, named, donate=donate)
             assert any(leaf.is_deleted() for leaf in jax.tree.leaves(old)) == donate
             roots = {
@@ -139,7 +139,7 @@ def test_ten_steps_of_a_sharded_tree_reach_torch_and_jax(mesh: Mesh, donate: boo
         assert not update.full
 
 
-def test_flax_modules_have_names_and_no_copies() -> None:
+def test_flax_modules_have_names_and_no_copies(store: MemoryStore) -> None:
     dense = linen.Dense(4, param_dtype=jnp.bfloat16).init(jax.random.key(0), jnp.ones((2, 3)))
     assert weights(dense).names == ["params.bias", "params.kernel"]
 
@@ -156,11 +156,9 @@ def test_flax_modules_have_names_and_no_copies() -> None:
     assert read.ctypes.data == kernel.unsafe_buffer_pointer()
     with pytest.raises(UnsupportedTensor, match="key"):
         weights(nnx.state(model))
-    store = MemoryStore()
     with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
         publisher.publish(weights(jax.tree.map(lambda leaf: leaf + 1, state)))
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         nnx.update(model, apply(state, update))
         assert (model.layers[0].kernel[...] == kernel + 1).all()
 
@@ -182,8 +180,7 @@ def test_every_width_in_every_kind_of_shard_holds_each_version(mesh: Mesh, donat
                 bits[places] ^= rng.integers(1, most, places.size, bits.dtype)
             root = publisher.publish(state).root
             if worker.version is None or rng.random() < 0.7:  # else two versions come at once
-                update = worker.sync()
-                assert update is not None
+                update = present(worker.sync())
                 tree = apply(tree, update, donate=donate)
                 assert state_root(weights(tree)) == root
                 assert tree["tied"] is tree["bfloat16"]
@@ -257,8 +254,7 @@ def test_what_is_refused(mesh: Mesh) -> None:
         weights({"x": "text"})
     with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
         publisher.publish(weights(tree))
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         with pytest.raises(StateMismatch, match="no tensor"):
             apply({"other": jnp.ones(3)}, update)
         with pytest.raises(StateMismatch, match="BF16"):

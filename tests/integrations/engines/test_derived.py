@@ -3,8 +3,7 @@ quantized layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from pulse_rl import PulseError
 from pulse_rl.engines import derived
 from pulse_rl.engines.derived import PreQuantLayers
 from pulse_rl.engines.live import Scattered, WholeRectangle
+from pulse_rl.engines.session import Session
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 
 from .world import Model, World, stage
@@ -69,11 +69,8 @@ class QuantizedModel(Model):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, QuantizedModel)
-    yield made
-    for session in made.sessions:
-        session.close()
+def model_class() -> type[Model]:
+    return QuantizedModel
 
 
 def prepared(session: Any) -> None:
@@ -87,12 +84,10 @@ def prepared(session: Any) -> None:
 
 @pytest.mark.parametrize("early", [True, False], ids=["derived before the pause", "in it"])
 def test_updates_write_what_is_derived(
-    world: World, early: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, early: bool, monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
-    session = world.session()
     for number in range(1, 6):
-        world.step()
-        stage(session)
+        world.step_staged(session)
         if early:
             prepared(session)
         with monkeypatch.context() as patched:
@@ -124,25 +119,17 @@ def test_few_changes_are_scattered_and_many_are_written_whole(world: World) -> N
 
 def test_a_flipped_bit_of_a_derived_parameter_is_found_and_repaired(world: World) -> None:
     session = world.session()
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     world.model.fused.data[2, 3] += 1
     assert session.audit() == ["gate", "up"]
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     assert session.report["full"]
     assert world.live()
 
 
-def test_an_audit_needs_the_host_at_the_live_version(world: World) -> None:
-    session = world.session()
-    world.step()
-    stage(session)
-    session.update(None)
-    world.step()
-    stage(session)
+def test_an_audit_needs_the_host_at_the_live_version(world: World, session: Session) -> None:
+    world.update(session)
+    world.step_staged(session)
     with pytest.raises(StateMismatch, match="holds version 2 already") as refusal:
         session.audit()
     assert "sync()" in refusal.value.hint
@@ -150,14 +137,10 @@ def test_an_audit_needs_the_host_at_the_live_version(world: World) -> None:
     assert session.audit() == []
 
 
-def test_a_failure_while_deriving_leaves_the_version_before(world: World) -> None:
-    session = world.session()
-    world.step()
-    stage(session)
-    session.update(None)
+def test_a_failure_while_deriving_leaves_the_version_before(world: World, session: Session) -> None:
+    world.update(session)
     before = [weight.clone() for weight in world.model.parameters()]
-    world.step()
-    stage(session)
+    world.step_staged(session)
 
     def failing(_: torch.Tensor) -> Any:
         raise RuntimeError("the device is lost")
@@ -172,12 +155,10 @@ def test_a_failure_while_deriving_leaves_the_version_before(world: World) -> Non
     assert world.live()
 
 
-def test_the_host_state_is_held_while_layers_are_derived(world: World) -> None:
+def test_the_host_state_is_held_while_layers_are_derived(world: World, session: Session) -> None:
     """Or the changes would be those to a version that is not the staged one."""
-    session = world.session()
     session.update(None)
-    world.step()
-    stage(session)
+    world.step_staged(session)
     prepared(session)
     world.step()
     session.staging._wake.set()

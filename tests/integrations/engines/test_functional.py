@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,6 @@ from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import InputError, UnsupportedTensor
 
 from .world import Model, World
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    for session in world.sessions:
-        session.close()
 
 
 def another(weights: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:

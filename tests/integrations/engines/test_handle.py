@@ -19,6 +19,7 @@ from pulse_rl.errors import (
     StateMismatch,
     StoreUnavailable,
 )
+from tests.support.states import present
 
 REPORT = {
     "previous": 0,
@@ -31,6 +32,8 @@ REPORT = {
     "verify_seconds": 0.3,
     "fetched_bytes": 4,
 }
+UPDATED = ("pause keep", "start", "update", "finish 3", "reset False", "resume")
+NO_ROUTE = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
 
 
 class Engine:
@@ -140,34 +143,32 @@ def handle_on(engine: Engine) -> EngineHandle:
     return EngineHandle._on(engine, InitInfo("s", "policy"), "keep", 5.0)
 
 
-def test_a_sync_pauses_once_and_tags_what_follows() -> None:
-    engine = Engine()
-    handle = handle_on(engine)
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def handle(engine: Engine) -> EngineHandle:
+    return handle_on(engine)
+
+
+def test_a_sync_pauses_once_and_tags_what_follows(engine: Engine, handle: EngineHandle) -> None:
     assert handle.sync() is None
     engine.newest = 3
-    done = handle.sync()
-    assert done is not None
+    done = present(handle.sync())
     assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (
         3,
         0,
         4,
         {"step": 1},
     )
-    assert engine.calls == [
-        "init",
-        "pause keep",
-        "start",
-        "update",
-        "finish 3",
-        "reset False",
-        "resume",
-    ]
+    assert engine.calls == ["init", *UPDATED]
     assert handle.version == 3
     assert handle.audit() == ("a",)
 
 
-def test_an_engine_that_sleeps_is_not_written_to_and_not_resumed() -> None:
-    engine = Engine()
+def test_an_engine_that_sleeps_is_not_written_to_and_not_resumed(engine: Engine) -> None:
     handle = handle_on(engine)
     engine.newest, engine.asleep = 1, ["kv_cache", "weights"]
     with pytest.raises(EngineUnavailable, match="sleeps"):
@@ -178,8 +179,7 @@ def test_an_engine_that_sleeps_is_not_written_to_and_not_resumed() -> None:
     assert engine.calls == ["init", "start", "update", "finish 1", "reset False"]
 
 
-def test_a_failed_update_resumes_and_tells_the_workers_reason() -> None:
-    engine = Engine()
+def test_a_failed_update_resumes_and_tells_the_workers_reason(engine: Engine) -> None:
     handle = handle_on(engine)
     engine.newest, engine.failing = 1, "500"
     with pytest.raises(EngineError, match="500"):
@@ -191,8 +191,7 @@ def test_a_failed_update_resumes_and_tells_the_workers_reason() -> None:
     assert refusal.value.hint == "compare"
 
 
-def test_an_update_that_the_workers_have_undone_leaves_nothing_to_do() -> None:
-    engine = Engine()
+def test_an_update_that_the_workers_have_undone_leaves_nothing_to_do(engine: Engine) -> None:
     handle = handle_on(engine)
     engine.newest, engine.failing = 1, "500"
     real = engine.pulse
@@ -214,18 +213,16 @@ def test_an_update_that_the_workers_have_undone_leaves_nothing_to_do() -> None:
     assert engine.calls == []
 
 
-def test_an_error_of_the_store_is_raised_without_a_pause() -> None:
-    engine = Engine()
+def test_an_error_of_the_store_is_raised_without_a_pause(engine: Engine) -> None:
     engine.newest = 1
-    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    engine.error = NO_ROUTE
     handle = handle_on(engine)  # which waits for no store
     with pytest.raises(StoreUnavailable, match="no route"):
         handle.sync()
     assert engine.calls == ["init"]
 
 
-def test_a_prefix_cache_in_use_is_emptied_with_its_requests() -> None:
-    engine = Engine()
+def test_a_prefix_cache_in_use_is_emptied_with_its_requests(engine: Engine) -> None:
     handle = handle_on(engine)
     engine.newest, engine.cache_refuses = 1, 1
     assert handle.sync() is not None
@@ -240,8 +237,7 @@ def test_a_prefix_cache_in_use_is_emptied_with_its_requests() -> None:
     assert engine.calls == ["pause keep", "reset False", "resume"]
 
 
-def test_one_handle_at_a_time_and_a_restarted_server_is_opened_again() -> None:
-    engine = Engine()
+def test_one_handle_at_a_time_and_a_restarted_server_is_opened_again(engine: Engine) -> None:
     handle = handle_on(engine)
     with pytest.raises(ConcurrentUse, match="another handle"):
         handle_on(engine)
@@ -254,9 +250,7 @@ def test_one_handle_at_a_time_and_a_restarted_server_is_opened_again() -> None:
     handle_on(engine)
 
 
-def test_following_goes_on_after_errors_that_pass() -> None:
-    engine = Engine()
-    handle = handle_on(engine)
+def test_following_goes_on_after_errors_that_pass(engine: Engine, handle: EngineHandle) -> None:
     seen: list[EngineSync] = []
     arrived, failed = threading.Event(), threading.Event()
 
@@ -264,7 +258,7 @@ def test_following_goes_on_after_errors_that_pass() -> None:
         seen.append(done)
         arrived.set()
 
-    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    engine.error = NO_ROUTE
     handle.follow(on_sync=note, on_error=lambda error: failed.set(), poll_seconds=0.01)
     with pytest.raises(InputError, match="already"):
         handle.follow()
@@ -275,8 +269,7 @@ def test_following_goes_on_after_errors_that_pass() -> None:
     handle.close()
 
 
-def test_an_engine_that_did_not_answer_to_the_pause_is_resumed() -> None:
-    engine = Engine()
+def test_an_engine_that_did_not_answer_to_the_pause_is_resumed(engine: Engine) -> None:
     handle = handle_on(engine)
     engine.newest, engine.lost = 1, "pause"
     with pytest.raises(EngineUnavailable):
@@ -287,10 +280,8 @@ def test_an_engine_that_did_not_answer_to_the_pause_is_resumed() -> None:
 
 @pytest.mark.parametrize("lost", ["update", "finish"])
 def test_an_update_whose_answer_was_lost_is_tagged_and_its_cache_emptied_by_the_next_sync(
-    lost: str,
+    lost: str, engine: Engine, handle: EngineHandle
 ) -> None:
-    engine = Engine()
-    handle = handle_on(engine)
     engine.newest, engine.lost = 1, lost
     with pytest.raises(EngineUnavailable):
         handle.sync()
@@ -302,8 +293,7 @@ def test_an_update_whose_answer_was_lost_is_tagged_and_its_cache_emptied_by_the_
     assert engine.calls == []
 
 
-def test_what_a_dead_handle_left_is_ended_by_the_next() -> None:
-    engine = Engine()
+def test_what_a_dead_handle_left_is_ended_by_the_next(engine: Engine) -> None:
     handle_on(engine)._owner = "dead"
     owner, engine.owner = engine.owner, None
     pulse = engine.pulse
@@ -317,33 +307,20 @@ def test_what_a_dead_handle_left_is_ended_by_the_next() -> None:
     assert engine.calls == ["init", "recover", "init"]
 
 
-def test_an_earlier_version_begins_another_session() -> None:
-    engine = Engine()
-    handle = handle_on(engine)
+def test_an_earlier_version_begins_another_session(engine: Engine, handle: EngineHandle) -> None:
     engine.newest = 7
     assert handle.sync(7) is not None
     engine.calls.clear()
     assert handle.sync(7) is None
-    done = handle.sync(3)
-    assert done is not None
+    done = present(handle.sync(3))
     assert done.version == 3
-    assert engine.calls == [
-        "recover",
-        "init",
-        "pause keep",
-        "start",
-        "update",
-        "finish 3",
-        "reset False",
-        "resume",
-    ]
+    assert engine.calls == ["recover", "init", *UPDATED]
     assert engine.tagged == ["0"], (
         "what the engine was started from, and nothing that an update has tagged"
     )
 
 
-def test_following_ends_with_a_word_whatever_the_engine_raises() -> None:
-    engine = Engine()
+def test_following_ends_with_a_word_whatever_the_engine_raises(engine: Engine) -> None:
     handle = handle_on(engine)
     told: list[PulseError] = []
 
@@ -362,8 +339,7 @@ def test_following_ends_with_a_word_whatever_the_engine_raises() -> None:
         handle.follow()
 
 
-def test_a_generation_says_with_which_versions_it_began_and_ended() -> None:
-    engine = Engine()
+def test_a_generation_says_with_which_versions_it_began_and_ended(engine: Engine) -> None:
     handle = handle_on(engine)
     with handle.admit() as generation:
         assert (generation.end_version, generation.end_root) == (None, None)
@@ -402,17 +378,12 @@ def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_
     )
 
 
-def test_a_generation_waits_for_its_version() -> None:
-    engine = Engine()
-    handle = handle_on(engine)
+def test_a_generation_waits_for_its_version(engine: Engine, handle: EngineHandle) -> None:
     engine.newest = 1
     assert handle.admit(minimum=1).start_version == 1, "where no thread follows, the handle syncs"
     looked = threading.Event()
     handle.follow(on_error=lambda error: looked.set(), poll_seconds=0.01)
-    engine.newest, engine.error = (
-        2,
-        {"kind": "store_unavailable", "message": "no route", "hint": "wait"},
-    )
+    engine.newest, engine.error = 2, NO_ROUTE
     assert looked.wait(60)
     with pytest.raises(
         EngineUnavailable, match="version 1 is live, not 2, after 0 seconds"
@@ -443,7 +414,7 @@ def test_an_engine_is_brought_to_just_the_version_that_is_wanted_and_not_back() 
     assert "minimum" in past.value.hint
     with pytest.raises(InputError, match="not both"):
         handle.admit(3, minimum=3)
-    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    engine.error = NO_ROUTE
     with pytest.raises(
         EngineUnavailable, match=r"version 3 is live, not 4, after 0 seconds: no route"
     ):

@@ -208,8 +208,7 @@ def test_what_lost_its_loader_is_followed_by_the_map(tmp_path: Path) -> None:
     world = World(tmp_path, Loading)
     session = world.session()
     assert not session.derives
-    world.step()
-    stage(session)
+    world.step_staged(session)
     session.prepare()
     session.update(None)
     assert world.live()
@@ -254,8 +253,7 @@ def test_weights_that_are_changed_behind_the_processing_are_refused(
         world.model.fused[:4] = world.model.fused[:4].flip(0)
     before = world.model.fused.detach().clone()
     session = world.session()
-    world.step()
-    stage(session)
+    world.step_staged(session)
     with pytest.raises(
         UnsupportedTensor, match=r"does not compute with the checkpoint .* 1 tensors differ, gate"
     ):

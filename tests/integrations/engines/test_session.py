@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,17 @@ from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber
 from pulse_rl.engines import node as nodes
 from pulse_rl.engines.live import Journal, LiveWeights
 from pulse_rl.engines.node import Node, Staging
+from pulse_rl.engines.session import Session
 from pulse_rl.engines.transport import InitInfo
 from pulse_rl.errors import InputError, StateMismatch, StreamRecreated, Untrusted
+from tests.support.states import present
 
 from .world import World, stage
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    for session in made.sessions:
-        session.close()
-
-
-def test_updates_are_sparse_from_the_checkpoint_on(world: World) -> None:
-    session = world.session()
+def test_updates_are_sparse_from_the_checkpoint_on(world: World, session: Session) -> None:
     for number in range(1, 5):
-        world.step()
-        stage(session)
-        session.update(None)
+        world.update(session)
         report = session.report
         assert (report["version"], report["previous"], report["full"]) == (
             number,
@@ -50,39 +40,30 @@ def test_updates_are_sparse_from_the_checkpoint_on(world: World) -> None:
     assert session.audit() == []
 
 
-def test_the_first_update_is_sparse_for_tied_tensors_too(world: World) -> None:
+def test_the_first_update_is_sparse_for_tied_tensors_too(world: World, session: Session) -> None:
     """The checkpoint does not have their other names; the stream does."""
-    session = world.session()
-    world.step()
-    stage(session)
-    prepared = session.staging.prepared
-    assert prepared is not None
+    world.step_staged(session)
+    prepared = present(session.staging.prepared)
     assert sorted(prepared.staged.changes) == ["embed", "gate", "up"]
     assert all(indices is not None for indices, _ in prepared.staged.changes.values())
     session.update(None)
     assert world.live()
 
 
-def test_many_versions_are_one_update(world: World) -> None:
-    session = world.session()
+def test_many_versions_are_one_update(world: World, session: Session) -> None:
     for _ in range(5):
-        world.step()
-        stage(session)
+        world.step_staged(session)
     session.update(None)
     assert (session.report["previous"], session.report["full"]) == (0, False)
     assert world.live()
 
 
 def test_a_failed_update_leaves_the_bits_and_the_version(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
-    session = world.session()
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     before = [weight.clone() for weight in world.model.parameters()]
-    world.step()
-    stage(session)
+    world.step_staged(session)
     put, calls = LiveWeights.put, []
 
     def failing(self: LiveWeights, change: Any) -> None:
@@ -102,9 +83,7 @@ def test_a_failed_update_leaves_the_bits_and_the_version(
 
 def test_a_difference_is_named_and_the_next_update_writes_all(world: World) -> None:
     session = world.session()
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     world.model.fused.data.view(torch.int16)[5, 1] ^= 1
     assert session.audit() == ["up"]
     with pytest.raises(InputError, match="no version is live"):
@@ -117,11 +96,8 @@ def test_a_difference_is_named_and_the_next_update_writes_all(world: World) -> N
 def test_an_update_that_does_not_lead_to_the_version_is_undone(world: World) -> None:
     """Someone else has written to the model, and the audit is due."""
     session = world.session(audit_every=1)
-    world.step()
-    stage(session)
-    session.update(None)
-    world.step()
-    stage(session)
+    world.update(session)
+    world.step_staged(session)
     world.model.embed.data.view(torch.int16)[3, 3] ^= 1
     before = [weight.clone() for weight in world.model.parameters()]
     with pytest.raises(StateMismatch, match="1 live tensors are not those of version 2: embed"):
@@ -134,9 +110,7 @@ def test_an_update_that_does_not_lead_to_the_version_is_undone(world: World) -> 
 
 def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
     first = world.session()
-    world.step()
-    stage(first)
-    first.update(None)
+    world.update(first)
     first.close()
     world.step()
     second = world.session()
@@ -149,9 +123,7 @@ def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
 def test_a_stream_that_is_recreated(world: World, followed: bool) -> None:
     session = world.session(allow_recreated=followed)
     for _ in range(3):
-        world.step()
-    stage(session)
-    session.update(None)
+        world.update(session)
     for file in sorted(Path(world.store).rglob("*"), reverse=True):
         file.unlink() if file.is_file() else file.rmdir()
     world.publisher = pulse_rl.Publisher(world.store, stream="policy", threads=1)
@@ -167,15 +139,13 @@ def test_a_stream_that_is_recreated(world: World, followed: bool) -> None:
 
 
 def test_another_stream_of_the_same_name_is_not_followed(world: World) -> None:
-    mine = world.publisher.head()
-    assert mine is not None
+    mine = present(world.publisher.head())
     assert world.session(stream_id=mine.stream_id).staging.held is not None
     with pytest.raises(Untrusted, match="another stream of this name"):
         world.session(stream_id="0" * 32)
 
 
-def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
-    session = world.session()
+def test_another_version_than_the_staged_one_is_refused(world: World, session: Session) -> None:
     world.step()
     world.step()
     stage(session, 1)
@@ -191,15 +161,12 @@ def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
 def test_a_version_of_a_history_that_was_lost_is_not_live(world: World, tmp_path: Path) -> None:
     session = world.session(allow_recreated=True)
     shutil.copytree(world.store, tmp_path / "backup")
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     world.publisher.close()
     shutil.rmtree(world.store)
     shutil.move(tmp_path / "backup", world.store)
     world.publisher = pulse_rl.Publisher(world.store, stream="policy", threads=1)
-    world.step()
-    stage(session)
+    world.step_staged(session)
     assert session.live_version is None
     session.update(None)
     assert (session.live_version, world.live()) == (1, True)
@@ -211,12 +178,9 @@ def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
     """The live version has a number that the new stream has as well; an update that fails leaves it
     that way."""
     session = world.session(allow_recreated=True)
-    world.step()
-    stage(session)
-    session.update(None)
+    world.update(session)
     world.start_over()
-    world.step()
-    stage(session)
+    world.step_staged(session)
     assert session.staging.held is not None
     assert session.staging.held.number == 1
     assert session.live_version is None
@@ -234,8 +198,7 @@ def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
 def test_closing_waits_for_no_store(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     session = world.session()
     gate = threading.Event()
-    subscriber = session.staging.subscriber
-    assert subscriber is not None
+    subscriber = present(session.staging.subscriber)
     monkeypatch.setattr(subscriber, "sync", lambda *_: gate.wait(30))
     session.staging.ask(None)
     time.sleep(0.05)
@@ -246,13 +209,11 @@ def test_closing_waits_for_no_store(world: World, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_late_thread_stages_goes_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: MemoryStore
 ) -> None:
     """A session may be closed while its thread waits for a store; the node's folder is then another
     session's."""
-    store = MemoryStore()
-    publisher = Publisher(store, stream="policy")
-    publisher.publish({"w": np.zeros(4, np.uint8)})
+    Publisher(store, stream="policy").publish({"w": np.zeros(4, np.uint8)})
     node = Node(None)
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):

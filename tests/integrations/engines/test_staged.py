@@ -11,33 +11,29 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl.engines import node as staged
 from pulse_rl.engines.node import Staged, newest, publish_staged
+from tests.support.states import present
 
 
-def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
-    store = MemoryStore()
+def test_a_staged_update_survives_the_file(tmp_path: Path, store: MemoryStore) -> None:
     publisher = Publisher(store, stream="policy")
     state = {"odd": np.arange(7, dtype=np.uint8), "wide": np.arange(9.0), "same": np.zeros(3)}
     publisher.publish(state)
     subscriber = Subscriber(store, stream="policy")
-    first = subscriber.sync()
-    assert first is not None
+    first = present(subscriber.sync())
     publish_staged(Staged.of(first, 1).write(tmp_path))
     first.acknowledge()
-    whole = newest(tmp_path)
-    assert whole is not None
+    whole = present(newest(tmp_path))
     assert (whole.sequence, whole.version, whole.previous, whole.changes) == (1, 0, None, {})
     state["odd"][2:5] = 9
     state["wide"][8] = -1
     publisher.publish(state)
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     file = Staged.of(update, 2).write(tmp_path)
     before, aside = newest(tmp_path), Staged.load(file)
     assert before is not None
     assert (before.sequence, aside.sequence) == (1, 2)
     publish_staged(file)
-    read = newest(tmp_path)
-    assert read is not None
+    read = present(newest(tmp_path))
     assert (read.sequence, read.version, read.previous) == (2, 1, 0)
     assert {
         name: (i.tolist(), v.tolist()) for name, (i, v) in read.changes.items() if i is not None
@@ -56,34 +52,30 @@ def test_whole_tensors_are_copied_because_the_host_state_moves_on(tmp_path: Path
     publisher.publish({"a": weight, "c": np.zeros(2)})
     subscriber = Subscriber(store, stream="policy", base={"a": weight, "c": np.zeros(2)})
     publisher.publish({"a": weight, "b": weight, "c": np.ones(2)})
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     whole = Staged.of(update, 1)
     assert whole.changes["a"][0] is None
     publish_staged(whole.write(tmp_path))
-    read = newest(tmp_path)
-    assert read is not None
+    read = present(newest(tmp_path))
     assert read.changes["a"][0] is None
     assert read.changes["a"][1].tolist() == [0, 1, 2, 3, 4, 5]
     assert not np.shares_memory(whole.changes["a"][1], subscriber.state.read("a"))
 
 
 def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
-    monkeypatch: Any,
+    monkeypatch: Any, store: MemoryStore
 ) -> None:
     """Checkpoints have tied tensors under one name; the trainer's states have them under all."""
+    publisher = Publisher(store, stream="policy")
     monkeypatch.setattr(staged, "_PIECE_ELEMENTS", 4)
-    store = MemoryStore()
     weight = np.arange(11, dtype=np.uint16)
     base = {"a": weight.copy(), "other": weight[:5].copy()}
-    publisher = Publisher(store, stream="policy")
     publisher.publish(base)
     subscriber = Subscriber(store, stream="policy", base=base)
     now = weight.copy()
     now[[0, 3, 4, 10]] += 7
     publisher.publish({"a": now, "tied": now, "other": weight[:5]})
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert update.tensors[0].indices is None
     found = Staged.of(update, 1, State.of(base))
     ((name, (indices, values)),) = found.changes.items()

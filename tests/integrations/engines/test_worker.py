@@ -32,11 +32,6 @@ def info(world: World, owner: str, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
-@pytest.fixture
 def worker(world: World) -> Any:
     def open_session(info: Any, node: Node, known: ProvedMap) -> Session:
         if info.audit_every < 0:

@@ -78,6 +78,14 @@ class World:
             self.tensors[name] = torch.where(chosen, weight + 1, weight)
         return self.publish()
 
+    def step_staged(self, session: Session) -> None:
+        self.step()
+        stage(session)
+
+    def update(self, session: Session) -> None:
+        self.step_staged(session)
+        session.update(None)
+
     def start_over(self) -> None:
         """The stream is deleted, and another one of its name begins with what the trainer has
         now."""

@@ -1,9 +1,11 @@
-"""What one rank alone meets must neither part the ranks unnoticed nor make them wait."""
+"""What one rank alone meets must neither part the ranks unnoticed nor make them wait, behind their
+training too: there a copy of each rank's part is taken at once."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,13 +14,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore, MemoryStore, Publisher
-from pulse_rl.errors import InputError, RankLost, StreamError
-from pulse_rl.events import BaselineRestored, Event
+from pulse_rl.errors import InputError, RankLost, StoreUnavailable, StreamError, UnsupportedTensor
+from pulse_rl.events import BaselineRestored, CallFailed, Event
 from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.store import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step
-from tests.support.trainers import Trainer, each, together
+from tests.support.stores import FaultyStore
+from tests.support.trainers import Trainer, all_pass, together
 
 pytestmark = pytest.mark.slow
+
+
+class Gated(LocalStore):
+    """Payloads wait for the gate, once it is shut."""
+
+    def __init__(self, trainer: Trainer, name: str) -> None:
+        super().__init__(trainer.folder / f"store-of-{name}")
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put(self, name: str, data: Data) -> None:
+        assert self.gate.wait(20)
+        super().put(name, data)
 
 
 def model_of(trainer: Trainer) -> nn.Module:
@@ -177,9 +194,99 @@ def out_of_step(trainer: Trainer) -> None:
         assert alone.publish(gathered(model.state_dict())).version == 0
 
 
-def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
-    failed = each(trainer, cases, trainer.size)
-    assert not failed, "\n".join(failed)
+def behind(trainer: Trainer) -> None:
+    """The state changes as soon as it is taken; the versions are what it was."""
+    store, model = Gated(trainer, "behind"), model_of(trainer)
+    state = model.state_dict()
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+        store.gate.clear()
+        step(state, 0)
+        first = gathered(state)
+        submitted = publisher.submit(state, metadata={"step": 0})
+        step(state, 1)
+        assert not submitted.done()
+        store.gate.set()
+        published = submitted.result(20)
+        assert (published.version, published.metadata) == (0, {"step": 0})
+        assert 0 < published.blocked_seconds < published.seconds
+        require_equal(followed(store), first, published)
+        for seed in (2, 3, 4):
+            second = gathered(state)
+            submitted = publisher.submit(state)
+            step(state, seed)
+        publisher.wait()
+        require_equal(followed(store), second, submitted.result())
+        require_equal(followed(store), gathered(state), publisher.publish(state))
+
+
+def cancelled(trainer: Trainer) -> None:
+    """By one rank alone, or replaced there: then nobody publishes it, and the others are told."""
+    store, model = Gated(trainer, "cancelled"), model_of(trainer)
+    state = model.state_dict()
+    ranks = tuple(range(trainer.size))
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+        for round_, replaces in enumerate((False, True)):
+            store.gate.clear()
+            first = publisher.submit(state)
+            step(state, round_)
+            second = publisher.submit(state)
+            mine = trainer.rank == round_ % trainer.size
+            if mine and not replaces:
+                assert second.cancel()
+            trainer.barrier(f"cancelled {round_}", ranks)
+            if not mine or not replaces:
+                store.gate.set()
+            third = publisher.submit(state, replace=mine and replaces)
+            if mine and replaces:
+                assert second.cancelled()
+            store.gate.set()
+            assert (first.result(20).version, third.result(20).version) == (
+                2 * round_,
+                2 * round_ + 1,
+            )
+            assert second.cancelled()
+            assert not third.cancel()
+        require_equal(followed(store), gathered(state), third.result())
+
+
+def failures(trainer: Trainer) -> None:
+    """On one rank: told to all by their Submissions; by `wait` where nobody asks. The next versions
+    come."""
+    plain, events = LocalStore(trainer.folder / "store-of-failures"), list[Event]()
+    store, model = FaultyStore(plain), model_of(trainer)
+    state = model.state_dict()
+    with ShardedPublisher(store, stream="policy", threads=1, on_event=events.append) as publisher:
+        publisher.publish(state)
+        step(state, 1)
+        if trainer.rank == 1:
+            store.fail_on("put", "payloads")
+        with pytest.raises(StoreUnavailable):
+            publisher.submit(state).result(20)
+        bad = publisher.submit({"strings": "no tensor"} if trainer.rank else state)  # type: ignore[dict-item]
+        good = publisher.submit(state)
+        assert good.result(20).version == 1
+        assert [event.kind for event in events if isinstance(event, CallFailed)] == [
+            "store_unavailable",
+            "unsupported_tensor",
+        ]
+        with pytest.raises(UnsupportedTensor):
+            publisher.wait()
+        assert bad.done()
+        publisher.wait()
+        require_equal(followed(plain), gathered(state), publisher.publish(state))
+
+
+def split(trainer: Trainer) -> None:
+    """A rank that was interrupted before a call which the others made: its next one is not taken
+    for theirs."""
+    model = model_of(trainer)
+    with ShardedPublisher(
+        LocalStore(trainer.folder / "store-of-parted"), stream="policy", threads=1
+    ) as publisher:
+        publisher.publish(model.state_dict())
+        publisher._calls += trainer.rank
+        with pytest.raises(RankLost, match="interrupted before a call"):
+            publisher.submit(model.state_dict()).result(20)
 
 
 def test_what_one_rank_alone_meets() -> None:
@@ -189,8 +296,12 @@ def test_what_one_rank_alone_meets() -> None:
         stores_of_their_own,
         an_error_of_the_device,
     )
-    together(ranks_program, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
+    together(all_pass, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
 
 
 def test_what_is_not_the_same_on_all_ranks() -> None:
-    together(ranks_program, 2, settings_of_their_own, calls_of_their_own, seconds=90)
+    together(all_pass, 2, settings_of_their_own, calls_of_their_own, seconds=90)
+
+
+def test_ranks_that_publish_behind_their_training() -> None:
+    together(all_pass, 2, behind, cancelled, failures, split, seconds=60)

@@ -16,6 +16,7 @@ from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, gathered, policy, step
+from tests.support.states import present
 from tests.support.trainers import Trainer, each, together
 
 pytestmark = pytest.mark.slow
@@ -34,8 +35,7 @@ def followed_by(trainer: Trainer, name: str, model: nn.Module) -> None:
         if publisher:
             publisher.publish(plain.state_dict(), anchor=version == 3)
         trainer.barrier(f"{name} published {version}", tuple(range(trainer.size)))
-        update = subscriber.sync()
-        assert update is not None
+        update = present(subscriber.sync())
         assert update.version == version
         apply_(model, update)
         whole, expected = gathered(model.state_dict()), plain.state_dict()
@@ -75,8 +75,7 @@ def sums_are_refused(trainer: Trainer) -> None:
     store = MemoryStore()
     with Publisher(store, stream="policy") as publisher:
         publisher.publish({"w": torch.zeros(4)})
-    update = Subscriber(store, stream="policy").sync()
-    assert update is not None
+    update = present(Subscriber(store, stream="policy").sync())
     partial = DTensor.from_local(
         torch.ones(4), DeviceMesh("cpu", list(range(trainer.size))), [Partial()]
     )

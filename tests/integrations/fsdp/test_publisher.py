@@ -19,7 +19,7 @@ from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTens
 from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, followed, gathered, local, policy, require_equal, step
-from tests.support.trainers import Trainer, each, together
+from tests.support.trainers import Trainer, all_pass, together
 
 pytestmark = pytest.mark.slow
 
@@ -265,14 +265,9 @@ def refusals(trainer: Trainer) -> None:
         publisher.publish({"all": mine["all"]})
 
 
-def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
-    failed = each(trainer, cases, trainer.size)
-    assert not failed, "\n".join(failed)
-
-
 def test_two_ranks() -> None:
     together(
-        ranks_program,
+        all_pass,
         2,
         fsdp2,
         columns,
@@ -293,12 +288,12 @@ def test_four_ranks() -> None:
         ties,
         a_compute_dtype,
     )
-    together(ranks_program, 4, *cases, seconds=90)
+    together(all_pass, 4, *cases, seconds=90)
 
 
 def test_six_ranks() -> None:
-    together(ranks_program, 6, ranks_without_a_row, seconds=60)
+    together(all_pass, 6, ranks_without_a_row, seconds=60)
 
 
 def test_one_rank_writes_what_a_publisher_does() -> None:
-    together(ranks_program, 1, fsdp2)
+    together(all_pass, 1, fsdp2)

@@ -25,7 +25,7 @@ from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.stream.stream import Stream
 from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream
 from tests.support.sharded import bits, followed
-from tests.support.states import taken
+from tests.support.states import present, reach, taken
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +63,7 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
     taken(reader, 1)
     first = {name: tensor.clone() for name, tensor in to_torch(reader.state).items()}
     for before, after in pairwise([1, 4, VERSIONS - 1]):
-        update = reader.sync(after)
-        assert update is not None
+        update = present(reader.sync(after))
         for tensor in update.tensors:
             flat = first[tensor.spec.name].reshape(-1)
             old, new = (
@@ -108,8 +107,7 @@ def test_folds_over_parts(sharded_stream: ShardedStream) -> None:
     reader.sync(0)
     for version in range(1, 8):
         store.delete(f"policy/versions/{version:012d}.json") if version != 4 else None
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[8])
+    reach(reader, state_root(sharded_stream.states[8]))
 
 
 def without_patches(store: MemoryStore) -> MemoryStore:
@@ -129,8 +127,7 @@ def test_a_fold_over_the_ranks_parts(sharded_stream: ShardedStream) -> None:
     stream = Stream(sharded_stream.store(), "policy")
     (fold,) = [link for link in stream.links() if link.base is not None]
     assert (fold.base, fold.version) == (0, 8)
-    parts = stream.resolved(fold).payloads
-    assert parts is not None
+    parts = present(stream.resolved(fold).payloads)
     assert fold.nbytes == sum(part.bytes for part in parts)
     patches = [stream.manifest(version).patch for version in range(1, 9)]
     assert fold.nbytes < sum(part.bytes for patch in patches if patch for part in patch.parts)
@@ -157,8 +154,7 @@ def test_a_worker_that_was_cut_off_comes_back_by_the_fold(
             assert torch.equal(bits(tensor), bits(sharded_stream.states[8][name])), name
     reader = followed(without_patches(store))
     reader.sync(0)
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[8])
+    reach(reader, state_root(sharded_stream.states[8]))
 
 
 def test_no_fold_is_made_twice(sharded_stream: ShardedStream) -> None:
@@ -186,8 +182,7 @@ def test_a_relay_copies_the_ranks_fold(sharded_stream: ShardedStream) -> None:
     gc_stream(target, "policy", keep=1, grace_seconds=0)
     assert all(report.ok for report in verify_stream(target, "policy"))
     reader = followed(target)
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[8])
+    reach(reader, state_root(sharded_stream.states[8]))
 
 
 @pytest.mark.parametrize("what", ["part", "link", "lie"])
@@ -205,8 +200,7 @@ def test_a_damaged_fold_is_a_broken_link(sharded_stream: ShardedStream, what: st
         store.put(name, data[:-2] + b"\n" if what == "link" else data[::-1])
     reader = followed(store)
     reader.sync(0)
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[8])
+    reach(reader, state_root(sharded_stream.states[8]))
     gc_stream(store, "policy", keep=1, grace_seconds=0)
     assert all(report.ok for report in verify_stream(store, "policy"))
 
@@ -216,8 +210,7 @@ def test_garbage_collection_keeps_the_parts_of_folds(sharded_stream: ShardedStre
     gc_stream(store, "policy", keep=9, grace_seconds=0)
     reader = followed(without_patches(store))
     reader.sync(0)
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[8])
+    reach(reader, state_root(sharded_stream.states[8]))
     store = sharded_stream.store()
     parts = (
         Stream(store, "policy")
@@ -236,8 +229,7 @@ def test_a_relay_and_its_garbage(sharded_stream: ShardedStream) -> None:
     while relay.sync():
         pass
     reader = followed(target)
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[-1])
+    reach(reader, state_root(sharded_stream.states[-1]))
 
 
 def test_garbage_collection_keeps_all_parts(sharded_stream: ShardedStream) -> None:
@@ -274,8 +266,7 @@ def test_a_part_that_is_lost_or_damaged_is_a_broken_link(
         with pytest.raises(ChainGap, match=patch.parts[part].sha256[:12]):
             reader.sync(3)
         assert reader.root == state_root(sharded_stream.states[2])
-        reader.sync()
-        assert reader.root == state_root(sharded_stream.states[-1])
+        reach(reader, state_root(sharded_stream.states[-1]))
 
 
 def test_a_publisher_takes_the_stream_over(sharded_stream: ShardedStream) -> None:
@@ -287,13 +278,10 @@ def test_a_publisher_takes_the_stream_over(sharded_stream: ShardedStream) -> Non
     with Publisher(store, stream="policy") as publisher:
         published = publisher.publish(state)
     assert (published.version, published.changed) == (VERSIONS, 1)
-    update = reader.sync()
-    assert update is not None
+    assert reader.sync() is not None
     assert reader.root == state_root(state)
 
 
 def test_a_subscriber_of_two_stores(sharded_stream: ShardedStream) -> None:
     near, far = MemoryStore(), sharded_stream.store()
-    reader = Subscriber([near, far], stream="policy")
-    reader.sync()
-    assert reader.root == state_root(sharded_stream.states[-1])
+    reach(Subscriber([near, far], stream="policy"), state_root(sharded_stream.states[-1]))

@@ -29,6 +29,7 @@ from pulse_rl.errors import (
 )
 from tests.integrations.engines.test_session import World
 from tests.support.commands import Pulse
+from tests.support.states import present
 
 from .stand_in import StandIn, install, processed, serving
 
@@ -62,8 +63,7 @@ def test_a_sync_is_one_pause_one_update_one_tag(served: Served) -> None:
         for number in (1, 2, 3):
             served.step()
             served.server.calls.clear()
-            done = handle.sync()
-            assert done is not None
+            done = present(handle.sync())
             assert (done.version, done.previous, done.full) == (number, number - 1, False)
             assert (done.audit_seconds is not None) == (number == 1)
             assert served.live()
@@ -78,8 +78,7 @@ def test_a_difference_is_named_and_repaired(served: Served) -> None:
         handle.sync()
         served.model.fused.data.view(torch.int16)[5, 1] ^= 1
         assert handle.audit() == ("up",)
-        done = handle.sync()
-        assert done is not None
+        done = present(handle.sync())
         assert (done.full, served.live(), handle.audit()) == (True, True, ())
 
 
@@ -88,8 +87,7 @@ def test_dummy_weights_are_loaded_by_the_model(served: Served) -> None:
     with torch.no_grad():
         served.model.fused.fill_(1)
     with served.connect() as handle:
-        done = handle.sync()
-        assert done is not None
+        done = present(handle.sync())
         assert (done.version, done.previous, done.full, served.live()) == (0, None, True, True)
 
 
@@ -149,8 +147,7 @@ def test_a_roll_back_that_fails_as_well_leaves_no_version_until_all_is_written(
             "0",
             None,
         )
-        done = handle.sync()
-        assert done is not None
+        done = present(handle.sync())
         assert (done.full, served.live(), handle.audit()) == (True, True, ())
 
 
@@ -159,8 +156,7 @@ def test_a_refused_flush_retracts_what_runs(served: Served) -> None:
     with served.connect(in_flight="wait") as handle:
         served.step()
         served.server.running = 1
-        done = handle.sync()
-        assert done is not None
+        done = present(handle.sync())
         assert (done.version, served.live()) == (1, True)
         expected = [
             "begin",
