@@ -53,7 +53,7 @@ from .common import (
     path,
 )
 from .streams import (
-    files_beside,
+    of_version,
     open_lasting,
     open_publisher,
     print_published,
@@ -233,16 +233,14 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
     base, written = _left_in(out, layout)
+    listener = fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
         base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
         select=args.select,
-        threads=args.threads,
-        on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
+        **reading(args, listener),
     )
     subscriber.allow_recreated = args.allow_recreated
     use = InUse(out)
@@ -485,15 +483,8 @@ def watch(args: argparse.Namespace, console: Console) -> None:
     def publish(step: int, found: Path, after: int) -> int:
         """The newest version."""
         try:
-            done = publisher.publish(
-                load(found)[0],
-                dtype=args.dtype,
-                quantize=args.quantize,
-                anchor=args.anchor,
-                metadata={**dict(args.metadata or ()), "folder": found.name, "step": step},
-                files=files_beside(args, found),
-                after=after,
-            )
+            given = of_version(args, found, folder=found.name, step=step)
+            done = publisher.publish(load(found)[0], after=after, **given)
         except PublisherConflict:
             head = publisher.head()
             if head is None or head.metadata.get("step") != step:

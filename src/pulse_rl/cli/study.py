@@ -295,10 +295,8 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
     over = "from one state to the next" if k == 1 else f"over {k} states"
-    bandwidth, full = (
-        format_bandwidth(numbers["bandwidth_for_target"]),
-        format_bandwidth(numbers["bandwidth_full"]),
-    )
+    bandwidth = format_bandwidth(numbers["bandwidth_for_target"])
+    full = format_bandwidth(numbers["bandwidth_full"])
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",

@@ -186,11 +186,8 @@ def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:
         found = {str(name): str(file) for name, file in places.items()}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         return {}
-    return (
-        found
-        if all(re.fullmatch(rf"{FILE_NAME_PART}\.safetensors", file) for file in found.values())
-        else {}
-    )
+    name = re.compile(rf"{FILE_NAME_PART}\.safetensors")
+    return found if all(map(name.fullmatch, found.values())) else {}
 
 
 def _read(file: Path, room: int) -> bytes:

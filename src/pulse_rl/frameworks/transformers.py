@@ -57,6 +57,7 @@ from .weights import (
     logged,
     of_first_rank,
     policy_weights,
+    step_facts,
 )
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
@@ -658,7 +659,4 @@ def _metadata(state: TrainerState) -> Metadata:
     }
     if "step" in facts:
         facts["logged_step"] = facts["step"]
-    facts["step"] = state.global_step
-    if state.epoch is not None:
-        facts["epoch"] = float(state.epoch)
-    return facts
+    return facts | step_facts(state)
