@@ -54,6 +54,7 @@ from .weights import (
     advice,
     base_of,
     is_sharded,
+    log_lost,
     logged,
     of_first_rank,
     policy_weights,
@@ -358,13 +359,7 @@ class PulseCallback(TrainerCallback):
         except Exception as error:
             self._error = error
         if self._error:
-            _log.error(
-                "stream %s: the weights of step %d are not published: %s. %s",
-                self._stream,
-                state.global_step,
-                self._error,
-                getattr(self._error, "hint", ""),
-            )
+            log_lost(_log, self._stream, state.global_step, "published", self._error)
 
     def _finish(self, model: nn.Module, state: TrainerState) -> None:
         """Publishes the last weights, unless they are, and closes."""

@@ -36,6 +36,7 @@ from ..sync.publisher import Publisher
 from .weights import (
     advice,
     cast_to_host,
+    log_lost,
     logged,
     of_first_rank,
     policy_weights,
@@ -53,7 +54,24 @@ _POLL_SECONDS = 2.0
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": None}
 
 
-class PulseWeightTransfer:
+class _Linked:
+    """What has a ``_link``, and shows what became of the weights."""
+
+    _link: ServerLink
+
+    @property
+    def published(self) -> Published | None:
+        """The newest version that was committed, on the first rank; of a rollout its metadata has
+        the ``step``."""
+        return self._link.published
+
+    @property
+    def synced(self) -> EngineSync | None:
+        """The newest move of the server, with the seconds that it was paused, on the first rank."""
+        return self._link.synced
+
+
+class PulseWeightTransfer(_Linked):
     """Brings each policy to a vLLM server through a stream: ``AsyncGRPOTrainer(...,
     weight_transfer=PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``.
     AsyncDistillationTrainer has the same protocol.
@@ -96,16 +114,6 @@ class PulseWeightTransfer:
 
     def __repr__(self) -> str:
         return f"<PulseWeightTransfer of {self._link.stream!r}>"
-
-    @property
-    def published(self) -> Published | None:
-        """The newest version that was committed."""
-        return self._link.published
-
-    @property
-    def synced(self) -> EngineSync | None:
-        """The newest move of the server, with the seconds that it was paused."""
-        return self._link.synced
 
     # -- what the trainer calls, on the first rank
 
@@ -184,7 +192,7 @@ def pulse_rollout(
     )
 
 
-class PulseRollout(TrainerCallback):
+class PulseRollout(_Linked, TrainerCallback):
     """Made by `pulse_rollout`; joins the trainer's callbacks at its first call."""
 
     def __init__(self, link: ServerLink, records: str | Path | None) -> None:
@@ -195,17 +203,6 @@ class PulseRollout(TrainerCallback):
         self._model: str | None = None
         self._engine_version = ""
         self._training = False
-
-    @property
-    def published(self) -> Published | None:
-        """The newest version that was committed, on the first rank; its metadata has the
-        ``step``."""
-        return self._link.published
-
-    @property
-    def synced(self) -> EngineSync | None:
-        """The newest move of the server, with the seconds that it was paused, on the first rank."""
-        return self._link.synced
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate one completion for each prompt.
@@ -278,13 +275,7 @@ class PulseRollout(TrainerCallback):
                 if self._step != state.global_step:
                     self._link.push(weights, step_facts(state), patient=False)
             except PulseError as error:
-                _log.error(
-                    "stream %s: the weights of step %d are not live: %s. %s",
-                    self._link.stream,
-                    state.global_step,
-                    error,
-                    error.hint,
-                )
+                log_lost(_log, self._link.stream, state.global_step, "live", error)
         self._close(state)
 
     def on_evaluate(

@@ -289,6 +289,12 @@ def host_copy(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to(_computed(tensor.dtype, target)).to("cpu", copy=True)
 
 
+def log_lost(log: logging.Logger, stream: str, step: int, what: str, error: BaseException) -> None:
+    """Logs why the last weights of a training are not ``what`` they should be."""
+    words = "stream %s: the weights of step %d are not %s: %s. %s"
+    log.error(words, stream, step, what, error, getattr(error, "hint", ""))
+
+
 def step_facts(state: Any) -> Metadata:
     """The step and the epoch of a Trainer's ``state``, as metadata of a version."""
     facts: Metadata = {"step": state.global_step}

@@ -177,11 +177,8 @@ class HttpStore(ReadOnly):
 
     def _length(self, answer: HTTPResponse, name: str) -> int:
         length = answer.getheader("Content-Length", "")
-        if (
-            not LENGTH.fullmatch(length)
-            or answer.chunked
-            or answer.getheader("Content-Encoding", "identity") != "identity"
-        ):
+        encoding = answer.getheader("Content-Encoding", "identity")
+        if not LENGTH.fullmatch(length) or answer.chunked or encoding != "identity":
             raise StoreError(
                 f"{self._url} does not say how many bytes {name} has", hint=_NO_SUCH_SERVER
             )

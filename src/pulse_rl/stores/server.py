@@ -123,9 +123,8 @@ class FolderServer(Closing):
         app.on_response_prepare.append(_uncached)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
-        self._loop.set_exception_handler(
-            lambda _, context: log.error(context["message"])
-        )  # such as a failed accept
+        # Such as a failed accept.
+        self._loop.set_exception_handler(lambda _, context: log.error(context["message"]))
         runner = web.AppRunner(
             app,
             access_log=None,
