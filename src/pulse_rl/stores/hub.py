@@ -209,9 +209,8 @@ class HubStore(ReadOnly):
             found += self._listed(entries)
             if len(found) > MAX_LISTED:
                 raise StoreError(f"{self._address} lists more than {MAX_LISTED} objects")
-        yield from (
-            each for each in sorted(found) if start_after is None or each.name > start_after
-        )
+        behind = [each for each in found if start_after is None or each.name > start_after]
+        yield from sorted(behind)
 
     def _listed(self, entries: Any) -> Iterator[ObjectInfo]:
         before = f"{self._prefix}/" if self._prefix else ""
@@ -293,6 +292,5 @@ def bucket_address(address: str) -> str:
     settings = dict(part.partition("=")[::2] for part in query.split("&") if part)
     endpoint = settings.pop("endpoint", "https://s3.hf.co").rstrip("/")
     settings = {"region": "us-east-1", **settings, "endpoint": f"{endpoint}/{match[1]}"}
-    return f"s3://{match[2]}{match[3]}?" + "&".join(
-        f"{key}={value}" for key, value in settings.items()
-    )
+    given = "&".join(f"{key}={value}" for key, value in settings.items())
+    return f"s3://{match[2]}{match[3]}?{given}"
