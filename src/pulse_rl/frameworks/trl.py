@@ -54,24 +54,7 @@ _POLL_SECONDS = 2.0
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": None}
 
 
-class _Linked:
-    """What has a ``_link``, and shows what became of the weights."""
-
-    _link: ServerLink
-
-    @property
-    def published(self) -> Published | None:
-        """The newest version that was committed, on the first rank; of a rollout its metadata has
-        the ``step``."""
-        return self._link.published
-
-    @property
-    def synced(self) -> EngineSync | None:
-        """The newest move of the server, with the seconds that it was paused, on the first rank."""
-        return self._link.synced
-
-
-class PulseWeightTransfer(_Linked):
+class PulseWeightTransfer:
     """Brings each policy to a vLLM server through a stream: ``AsyncGRPOTrainer(...,
     weight_transfer=PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``.
     AsyncDistillationTrainer has the same protocol.
@@ -114,6 +97,16 @@ class PulseWeightTransfer(_Linked):
 
     def __repr__(self) -> str:
         return f"<PulseWeightTransfer of {self._link.stream!r}>"
+
+    @property
+    def published(self) -> Published | None:
+        """The newest version that was committed."""
+        return self._link.published
+
+    @property
+    def synced(self) -> EngineSync | None:
+        """The newest move of the server, with the seconds that it was paused."""
+        return self._link.synced
 
     # -- what the trainer calls, on the first rank
 
@@ -192,7 +185,7 @@ def pulse_rollout(
     )
 
 
-class PulseRollout(_Linked, TrainerCallback):
+class PulseRollout(TrainerCallback):
     """Made by `pulse_rollout`; joins the trainer's callbacks at its first call."""
 
     def __init__(self, link: ServerLink, records: str | Path | None) -> None:
@@ -203,6 +196,17 @@ class PulseRollout(_Linked, TrainerCallback):
         self._model: str | None = None
         self._engine_version = ""
         self._training = False
+
+    @property
+    def published(self) -> Published | None:
+        """The newest version that was committed, on the first rank; its metadata has the
+        ``step``."""
+        return self._link.published
+
+    @property
+    def synced(self) -> EngineSync | None:
+        """The newest move of the server, with the seconds that it was paused, on the first rank."""
+        return self._link.synced
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate one completion for each prompt.

@@ -281,9 +281,8 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
     }
     start, stop, status = 0, info.st_size, 200
     if "Range" in request.headers:
-        outside = web.HTTPRequestRangeNotSatisfiable(
-            headers={"Content-Range": f"bytes */{info.st_size}"}
-        )
+        whole = {"Content-Range": f"bytes */{info.st_size}"}
+        outside = web.HTTPRequestRangeNotSatisfiable(headers=whole)
         try:
             asked = request.http_range
         except ValueError:
