@@ -43,11 +43,9 @@ def checked_number(
         or not isinstance(value, int | float)
         or not minimum <= value <= maximum
     ):
-        limits = (
-            f"of at least {minimum:g}"
-            if maximum == math.inf
-            else f"from {minimum:g} to {maximum:g}"
-        )
+        limits = f"from {minimum:g} to {maximum:g}"
+        if maximum == math.inf:
+            limits = f"of at least {minimum:g}"
         raise InputError(f"{name} must be a number {limits}, not {value!r}")
     return value
 

@@ -7,6 +7,7 @@ import argparse
 import inspect
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -34,10 +35,14 @@ def options(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(add_help=False, parents=parents)
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+def _whole(text: str, what: str, least: int = 0, most: float = math.inf) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
+
+
+def count(text: str) -> int:
+    return _whole(text, "a positive integer", least=1)
 
 
 AS_JSON = options()
@@ -89,7 +94,8 @@ def add_command(
     return command
 
 
-def add_poll(command: argparse.ArgumentParser, what: str) -> None:
+def add_poll(command: argparse.ArgumentParser, what: str, once: str) -> None:
+    command.add_argument("--once", action="store_true", help=f"{once}, then exit")
     text = f"seconds between {what} (default: 1)"
     command.add_argument("--poll", type=seconds, default=1.0, metavar="SECONDS", help=text)
 
@@ -114,15 +120,11 @@ def add_quantize(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return _whole(text, "a whole number of at least 0")
 
 
 def port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
-    return int(text)
+    return _whole(text, "a port", most=(1 << 16) - 1)
 
 
 def path(text: str) -> str:

@@ -49,8 +49,7 @@ def add_parsers(commands: Any) -> None:
     command = add_command(commands, "diff", diff, COMMON, WRITING, KEYS)
     command.add_argument("old", metavar="OLD", help=A_CHECKPOINT)
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
-    text = "the patch file to write"
-    command.add_argument("-o", "--output", required=True, metavar="PATCH", help=text)
+    add_file_to_write(command, "PATCH", "the patch file to write")
 
     command = add_command(commands, "apply", apply, COMMON, WRITING, LAYOUT, KEYS)
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")

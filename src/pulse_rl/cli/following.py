@@ -53,7 +53,7 @@ from .common import (
     path,
 )
 from .streams import (
-    files_beside,
+    of_version,
     open_lasting,
     open_publisher,
     print_published,
@@ -76,8 +76,7 @@ def add_parsers(commands: Any) -> None:
     command.add_argument("--pattern", default="*", metavar="GLOB", help=text)
     text = "the file that the trainer writes last, such as STABLE"
     command.add_argument("--done", required=True, metavar="FILE", help=text)
-    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
-    add_poll(command, "looks")
+    add_poll(command, "looks", "publish what is there")
 
     command = add_command(commands, "follow", follow, COMMON, NAMED, TRUST, WRITING, LAYOUT)
     text = f"{READABLE}; several in order of preference, the stream's own last"
@@ -102,10 +101,9 @@ def add_parsers(commands: Any) -> None:
     )
     text = "only the tensors with this name, or one like 'layers.0.*'; may be repeated"
     command.add_argument("--select", action="append", metavar="PATTERN", help=text)
-    command.add_argument("--once", action="store_true", help="sync once, then exit")
     text = "if the stream is recreated, or its store goes back in time, follow what is there"
     command.add_argument("--allow-recreated", action="store_true", help=text)
-    add_poll(command, "polls of the store")
+    add_poll(command, "polls of the store", "sync once")
     text = "keep downloaded payloads in this folder"
     command.add_argument("--cache", type=path, metavar="DIR", help=text)
     text = "tell in the store which version this worker holds (see status)"
@@ -120,10 +118,9 @@ def add_parsers(commands: Any) -> None:
     command.add_argument("--stream", required=True, action="append", metavar="S", help=text)
     text = "keep the newest N versions of the target restorable (default: all)"
     command.add_argument("--keep", type=count, metavar="N", help=text)
-    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
     text = "if a stream is deleted and recreated, copy the new one instead"
     command.add_argument("--allow-recreated", action="store_true", help=text)
-    add_poll(command, "polls of the source")
+    add_poll(command, "polls of the source", "copy what is there")
 
     command = add_command(commands, "replay", replay, COMMON, TRUST)
     text = "a file of rollout records (docs/replay.md)"
@@ -233,16 +230,14 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
     base, written = _left_in(out, layout)
+    listener = fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
         base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
         select=args.select,
-        threads=args.threads,
-        on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
+        **reading(args, listener),
     )
     subscriber.allow_recreated = args.allow_recreated
     use = InUse(out)
@@ -485,15 +480,8 @@ def watch(args: argparse.Namespace, console: Console) -> None:
     def publish(step: int, found: Path, after: int) -> int:
         """The newest version."""
         try:
-            done = publisher.publish(
-                load(found)[0],
-                dtype=args.dtype,
-                quantize=args.quantize,
-                anchor=args.anchor,
-                metadata={**dict(args.metadata or ()), "folder": found.name, "step": step},
-                files=files_beside(args, found),
-                after=after,
-            )
+            given = of_version(args, found, folder=found.name, step=step)
+            done = publisher.publish(load(found)[0], after=after, **given)
         except PublisherConflict:
             head = publisher.head()
             if head is None or head.metadata.get("step") != step:

@@ -207,11 +207,9 @@ def _age(seconds: float | None) -> str:
 
 
 def _range(each: dict[str, Any]) -> str:
-    return (
-        f"{each['versions']}, none readable"
-        if each["newest"] is None
-        else f"{each['oldest']} to {each['newest']}"
-    )
+    if each["newest"] is None:
+        return f"{each['versions']}, none readable"
+    return f"{each['oldest']} to {each['newest']}"
 
 
 def _few(anchors: list[int]) -> str:

@@ -98,7 +98,6 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
         if isinstance(event, Synced):
             fetched.append(event.fetched_bytes)
 
-    settings = reading(args, console) | {"on_event": fan_out(console, listen)}
     with (
         InUse(out) as use,
         checkouts.checkout(
@@ -107,7 +106,7 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
             version=args.version,
             root=args.root,
             metadata=None if args.metadata is None else dict(args.metadata),
-            **settings,
+            **reading(args, fan_out(console, listen)),
         ) as found,
     ):
         use.take()

@@ -15,7 +15,7 @@ from typing import Any
 
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
-from ..events import Published
+from ..events import Listener, Published
 from ..follow.checkpoint import current_version, load
 from ..follow.companions import checked_files, files_of, of_dtype
 from ..ops.attest import BUNDLE, AttestationKey, make_statement
@@ -95,13 +95,13 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
     )
 
 
-def reading(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def reading(args: argparse.Namespace, listener: Listener) -> dict[str, Any]:
     """What the library's functions on a stream are given by every command."""
     return {
         "trusted_keys": args.trust,
         "stream_id": args.stream_id,
         "threads": args.threads,
-        "on_event": console,
+        "on_event": listener,
     }
 
 
@@ -210,14 +210,7 @@ def publish(args: argparse.Namespace, console: Console) -> None:
         return
     state, _ = load(args.checkpoint)
     with open_publisher(args, console) as publisher:
-        done = publisher.publish(
-            state,
-            dtype=args.dtype,
-            quantize=args.quantize,
-            anchor=args.anchor,
-            metadata=dict(args.metadata or ()),
-            files=files_beside(args, Path(args.checkpoint)),
-        )
+        done = publisher.publish(state, **of_version(args, Path(args.checkpoint)))
     if args.folds:
         list(_folds(args, console))
     print_published(done, console)
@@ -375,7 +368,19 @@ def print_published(done: Published, console: Console) -> None:
     console.result(facts, f"{done}, root {done.root}")
 
 
-def files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes] | None:
+def of_version(args: argparse.Namespace, checkpoint: Path, **facts: Any) -> dict[str, Any]:
+    """What `Publisher.publish` is given of the version that is made of a checkpoint, by
+    `version_options`, with ``facts`` among its metadata."""
+    return {
+        "dtype": args.dtype,
+        "quantize": args.quantize,
+        "anchor": args.anchor,
+        "metadata": dict(args.metadata or ()) | facts,
+        "files": _files_beside(args, checkpoint),
+    }
+
+
+def _files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes] | None:
     """What goes with the weights: those of the version before where a file of weights is published
     alone."""
     if args.no_files:

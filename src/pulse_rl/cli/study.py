@@ -24,6 +24,7 @@ from .common import (
     WRITING,
     Console,
     add_command,
+    add_file_to_write,
     add_quantize,
     check_output,
     compute_dtype,
@@ -113,13 +114,12 @@ def add_parsers(commands: Any) -> None:
         metavar="T",
         help="compute between syncs: 50 or 50s (default: 50)",
     )
-    command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
+    add_file_to_write(command, "REPORT", "also write an HTML report", required=False)
 
     command = add_command(commands, "report", report, AS_JSON, WRITING)
     text = "a folder with events*.jsonl, study.json or both, or one such file"
     command.add_argument("source", metavar="RUN", help=text)
-    text = "the HTML file to write"
-    command.add_argument("-o", "--output", required=True, metavar="HTML", help=text)
+    add_file_to_write(command, "HTML", "the HTML file to write")
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
 
 
@@ -295,10 +295,8 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
     over = "from one state to the next" if k == 1 else f"over {k} states"
-    bandwidth, full = (
-        format_bandwidth(numbers["bandwidth_for_target"]),
-        format_bandwidth(numbers["bandwidth_full"]),
-    )
+    bandwidth = format_bandwidth(numbers["bandwidth_for_target"])
+    full = format_bandwidth(numbers["bandwidth_full"])
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",

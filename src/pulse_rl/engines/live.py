@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from ..frameworks.torch import _INTS, _TORCH
+from ..frameworks.torch import _INTS, dtype_of
 from ..state.bits import UIntArray
-from ..state.tensors import State, TensorSpec
+from ..state.tensors import State
 
 Indices = npt.NDArray[np.int64]
 _OTHER_MODEL = (
@@ -412,7 +412,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """All tensors under all of their names, in memory that is reserved and never touched."""
         for name in self.state.names:
             spec = self.state.spec(name)
-            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec))
+            tensor = torch.empty(spec.shape, dtype=dtype_of(spec))
             self._sources[tensor.untyped_storage().data_ptr()] = spec.name
             self._given.append(tensor)  # no other one gets its memory
             self.last = name
@@ -554,16 +554,6 @@ def _place(tensor: object) -> int | None:
     if not isinstance(tensor, torch.Tensor) or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr()
-
-
-def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """torch's dtype of the tensor; raises UnsupportedTensor."""
-    if spec.dtype.name not in _TORCH:
-        raise UnsupportedTensor(
-            f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
-        )
-    dtype: torch.dtype = _TORCH[spec.dtype.name]
-    return dtype
 
 
 def _short(dtype: torch.dtype) -> str:

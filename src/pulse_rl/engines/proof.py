@@ -26,11 +26,11 @@ from torch import nn
 
 from .._util.threads import ordered_map
 from ..errors import PulseError, UnsupportedTensor
-from ..frameworks.torch import _INTS
+from ..frameworks.torch import _INTS, dtype_of
 from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
 from ..state.tensors import State, TensorSpec
-from .live import Journal, LiveWeights, LoaderMap, Rectangle, as_ints, torch_dtype
+from .live import Journal, LiveWeights, LoaderMap, Rectangle, as_ints
 from .node import Node
 
 _WINDOW_BYTES = 64 * LEAF_BYTES
@@ -184,7 +184,7 @@ def load_all(
             if state is not None:
                 window[: spec.nbytes] = state.read(name).view(np.uint8)
             node.barrier()
-            tensor = torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec))
+            tensor = torch.from_numpy(window[: spec.nbytes]).view(dtype_of(spec))
             yield name, tensor.reshape(spec.shape)
             node.barrier()
 
@@ -279,7 +279,7 @@ def as_tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of ``state``, under all of their names."""
     for name in state.names:
         spec = state.spec(name)
-        yield name, as_ints(state.read(name)).view(torch_dtype(spec)).reshape(spec.shape)
+        yield name, as_ints(state.read(name)).view(dtype_of(spec)).reshape(spec.shape)
 
 
 class _Noise:
@@ -287,7 +287,7 @@ class _Noise:
 
     def __init__(self, spec: TensorSpec) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
-        dtype, size = torch_dtype(spec), min(_PERIOD, max(1, spec.elements))
+        dtype, size = dtype_of(spec), min(_PERIOD, max(1, spec.elements))
         if dtype.is_floating_point:
             values = (torch.randn(size, generator=generator) * _SPREAD).to(dtype)
         else:

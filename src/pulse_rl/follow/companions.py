@@ -92,9 +92,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
             if file.is_file()
         ]
     except OSError as error:
-        raise InputError(
-            f"cannot read {str(folder)[:200]!r}: {error.strerror}", hint="Check the path."
-        ) from None
+        raise _unreadable(folder, error) from None
     taken = [
         name
         for name in [*names, *more]
@@ -103,9 +101,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     try:
         return checked_files({name: inside(folder, folder / name) for name in taken})
     except OSError as error:  # it is gone
-        raise InputError(
-            f"cannot read {folder}: {error.strerror}", hint="Check the path."
-        ) from None
+        raise _unreadable(folder, error) from None
 
 
 def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, bytes]:
@@ -186,11 +182,8 @@ def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:
         found = {str(name): str(file) for name, file in places.items()}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         return {}
-    return (
-        found
-        if all(re.fullmatch(rf"{FILE_NAME_PART}\.safetensors", file) for file in found.values())
-        else {}
-    )
+    name = re.compile(rf"{FILE_NAME_PART}\.safetensors")
+    return found if all(map(name.fullmatch, found.values())) else {}
 
 
 def _read(file: Path, room: int) -> bytes:
@@ -204,6 +197,8 @@ def _read(file: Path, room: int) -> bytes:
                 )
             return opened.read(room + 1)
     except OSError as error:
-        raise InputError(
-            f"cannot read {str(file)[:200]!r}: {error.strerror}", hint="Check the path."
-        ) from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot read {str(path)[:200]!r}: {error.strerror}", hint="Check the path.")

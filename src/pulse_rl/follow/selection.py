@@ -33,11 +33,8 @@ class Selection:
     """
 
     def __init__(self, select: str | Collection[str]) -> None:
-        given = (
-            [select]
-            if isinstance(select, str)
-            else checked_collection("select", select, '["layers.0.*"]')
-        )
+        given = [select] if isinstance(select, str) else select
+        given = checked_collection("select", given, '["layers.0.*"]')
         if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
             raise InputError(
                 f"select must be names or patterns of tensors, not {select!r}",

@@ -239,11 +239,9 @@ class Subscribers(Closing, NotCopyable):
         Raises: InputError, and an error of a sync that is no PulseError, such as what ``on_event``
             raises. The streams are still followed, and another call goes on with them.
         """
-        timeout = (
-            math.inf
-            if timeout_seconds is None
-            else checked_number("timeout_seconds", timeout_seconds)
-        )
+        timeout = math.inf
+        if timeout_seconds is not None:
+            timeout = checked_number("timeout_seconds", timeout_seconds)
         last = time.monotonic()
         while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
             try:

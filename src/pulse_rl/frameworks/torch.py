@@ -27,7 +27,7 @@ from ..follow.checkpoint import PEFT_HINT, adapter_names, is_wrapped
 from ..patch.apply import TensorChanges
 from ..sharding.layout import Box
 from ..state.bits import LINE, UIntArray
-from ..state.tensors import DTYPES, State, is_sharded
+from ..state.tensors import DTYPES, State, TensorSpec, is_sharded
 from ..submit import page_locked
 from ..sync.update import TensorUpdate, Update, changes_of
 
@@ -194,12 +194,19 @@ def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, t
 def host_tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """The stored tensors of ``state`` one by one, as `to_torch` makes them on the CPU."""
     for spec in state.specs:
-        if spec.dtype.name not in _TORCH:
-            raise UnsupportedTensor(
-                f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
-            )
+        dtype = dtype_of(spec)
         ints = _from_numpy(state.read(spec.name), spec.dtype.width)
-        yield spec.name, ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape)
+        yield spec.name, ints.view(dtype).reshape(spec.shape)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """torch's dtype of a tensor. Raises UnsupportedTensor."""
+    if spec.dtype.name not in _TORCH:
+        raise UnsupportedTensor(
+            f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
+        )
+    dtype: torch.dtype = _TORCH[spec.dtype.name]
+    return dtype
 
 
 def _targets(

@@ -54,9 +54,11 @@ from .weights import (
     advice,
     base_of,
     is_sharded,
+    log_lost,
     logged,
     of_first_rank,
     policy_weights,
+    step_facts,
 )
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
@@ -357,13 +359,7 @@ class PulseCallback(TrainerCallback):
         except Exception as error:
             self._error = error
         if self._error:
-            _log.error(
-                "stream %s: the weights of step %d are not published: %s. %s",
-                self._stream,
-                state.global_step,
-                self._error,
-                getattr(self._error, "hint", ""),
-            )
+            log_lost(_log, self._stream, state.global_step, "published", self._error)
 
     def _finish(self, model: nn.Module, state: TrainerState) -> None:
         """Publishes the last weights, unless they are, and closes."""
@@ -658,7 +654,4 @@ def _metadata(state: TrainerState) -> Metadata:
     }
     if "step" in facts:
         facts["logged_step"] = facts["step"]
-    facts["step"] = state.global_step
-    if state.epoch is not None:
-        facts["epoch"] = float(state.epoch)
-    return facts
+    return facts | step_facts(state)

@@ -33,7 +33,16 @@ from ..events import Metadata, Published, checked_listener
 from ..follow.checkpoint import unwrapped
 from ..stream.signing import keys_of
 from ..sync.publisher import Publisher
-from .weights import advice, cast_to_host, logged, of_first_rank, policy_weights, torch_dtype
+from .weights import (
+    advice,
+    cast_to_host,
+    log_lost,
+    logged,
+    of_first_rank,
+    policy_weights,
+    step_facts,
+    torch_dtype,
+)
 
 __all__ = ["PulseWeightTransfer", "pulse_rollout"]
 
@@ -268,15 +277,9 @@ class PulseRollout(TrainerCallback):
         if first:
             try:
                 if self._step != state.global_step:
-                    self._link.push(weights, _metadata(state), patient=False)
+                    self._link.push(weights, step_facts(state), patient=False)
             except PulseError as error:
-                _log.error(
-                    "stream %s: the weights of step %d are not live: %s. %s",
-                    self._link.stream,
-                    state.global_step,
-                    error,
-                    error.hint,
-                )
+                log_lost(_log, self._link.stream, state.global_step, "live", error)
         self._close(state)
 
     def on_evaluate(
@@ -309,7 +312,7 @@ class PulseRollout(TrainerCallback):
     def _pushed(self, trainer: Any, first: bool) -> Weights | None:
         """All ranks take the weights; on the first one the server generates with them then."""
         weights = policy_weights(trainer.model, self._link.dtype(), keep=first)
-        return self._link.push(weights, _metadata(trainer.state)) if first else None
+        return self._link.push(weights, step_facts(trainer.state)) if first else None
 
     def _completed(
         self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
@@ -365,13 +368,6 @@ class PulseRollout(TrainerCallback):
             raise EngineUnavailable(
                 f"the server at {link.url} was restarted, and has not caught up yet"
             )
-
-
-def _metadata(state: TrainerState) -> Metadata:
-    facts: Metadata = {"step": state.global_step}
-    if state.epoch is not None:
-        facts["epoch"] = float(state.epoch)
-    return facts
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:

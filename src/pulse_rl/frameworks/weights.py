@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
-from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
+from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener, Metadata
 from ..follow.checkpoint import adapter_names, unwrapped, without_wrappers
 from ..state.cast import DTypeLike, compute_dtype_named
 from .shards import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
@@ -287,6 +287,20 @@ def host_copy(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
     """A copy in host memory, cast to ``target`` if it is wider, before it leaves the device:
     generators of weights may use their tensors again."""
     return tensor.detach().to(_computed(tensor.dtype, target)).to("cpu", copy=True)
+
+
+def log_lost(log: logging.Logger, stream: str, step: int, what: str, error: BaseException) -> None:
+    """Logs why the last weights of a training are not ``what`` they should be."""
+    words = "stream %s: the weights of step %d are not %s: %s. %s"
+    log.error(words, stream, step, what, error, getattr(error, "hint", ""))
+
+
+def step_facts(state: Any) -> Metadata:
+    """The step and the epoch of a Trainer's ``state``, as metadata of a version."""
+    facts: Metadata = {"step": state.global_step}
+    if state.epoch is not None:
+        facts["epoch"] = float(state.epoch)
+    return facts
 
 
 def torch_dtype(dtype: DTypeLike | None) -> torch.dtype | None:

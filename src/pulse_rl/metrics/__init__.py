@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -301,17 +302,13 @@ class PrometheusMetrics:
             ) from None
         where = REGISTRY if registry is None else registry
         self._metrics: dict[str, Any] = {}
+        makers: dict[str, Any] = {"gauge": Gauge, "counter": Counter, "summary": Summary}
+        makers["histogram"] = partial(Histogram, buckets=_SECONDS)
         try:
             for name, kind, what, *more in _METRICS:
-                make = {"gauge": Gauge, "counter": Counter, "summary": Summary}.get(kind)
                 labels = (*_LABELS, *more)
-                self._metrics[name] = (
-                    make(f"{prefix}_{name}", what, labels, registry=where)
-                    if make
-                    else Histogram(
-                        f"{prefix}_{name}", what, labels, registry=where, buckets=_SECONDS
-                    )
-                )
+                make = makers[kind]
+                self._metrics[name] = make(f"{prefix}_{name}", what, labels, registry=where)
         except ValueError as error:
             raise InputError(
                 f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics."

@@ -82,6 +82,7 @@ class AttestationKey:
         signed = b" ".join(
             [b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload]
         )
+        signature = base64.b64encode(self._key.sign(signed, self._algorithm)).decode()
         return {
             "mediaType": BUNDLE,
             "verificationMaterial": {
@@ -91,12 +92,7 @@ class AttestationKey:
             "dsseEnvelope": {
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": _PAYLOAD,
-                "signatures": [
-                    {
-                        "sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(),
-                        "keyid": "",
-                    }
-                ],
+                "signatures": [{"sig": signature, "keyid": ""}],
             },
         }
 
@@ -152,6 +148,7 @@ def make_statement(
     # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
     # here.
     names = sorted(digests, key=lambda name: name.split("/"))
+    whole = _digest(bytes.fromhex(digests[name]) for name in names)
     patch, key = manifest.patch, None
     if manifest.signature is not None:
         key = manifest.signature.key
@@ -161,12 +158,7 @@ def make_statement(
         "subject": [
             {
                 "name": f"{manifest.stream}-{manifest.version}",
-                "digest": {
-                    "sha256": sha256(
-                        b"".join(bytes.fromhex(digests[name]) for name in names)
-                    ).hexdigest(),
-                    "pulseRoot": manifest.root,
-                },
+                "digest": {"sha256": whole, "pulseRoot": manifest.root},
             }
         ],
         "predicateType": _PREDICATE,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from .._util.settings import checked_collection
 from .._util.threads import checked_threads
@@ -164,23 +165,10 @@ def anchor_stream(
     """
     opened = open_store(store)
     keys = keys_of(signer, trusted_keys)
+    both: dict[str, Any] = {"stream": stream, "threads": threads, "on_event": on_event}
     with (
-        Publisher(
-            opened,
-            stream=stream,
-            signer=signer,
-            trusted_keys=trusted_keys or (),
-            threads=threads,
-            on_event=on_event,
-        ) as publisher,
-        Subscriber(
-            opened,
-            stream=stream,
-            trusted_keys=keys,
-            stream_id=stream_id,
-            threads=threads,
-            on_event=on_event,
-        ) as reader,
+        Publisher(opened, signer=signer, trusted_keys=trusted_keys or (), **both) as publisher,
+        Subscriber(opened, trusted_keys=keys, stream_id=stream_id, **both) as reader,
     ):
         newest = reader.sync()
         if newest is None:

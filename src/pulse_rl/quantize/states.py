@@ -233,11 +233,8 @@ def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]
         scaled = any(
             (group.get("input_activations") or {}).get("dynamic") == "local" for group in groups
         )
-        return (
-            FORMATS[_COMPRESSED[config["format"]]],
-            "input_global_scale" if scaled else "",
-            [*kept, *_KEPT],
-        )
+        inputs = "input_global_scale" if scaled else ""
+        return FORMATS[_COMPRESSED[config["format"]]], inputs, [*kept, *_KEPT]
     raise InputError(
         f"a quantization_config of {method!r} "
         f"({config.get('format') or config.get('quant_algo') or 'no format'}) is "

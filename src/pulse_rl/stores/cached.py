@@ -90,11 +90,9 @@ class CachedStore(BoundedStore):
         """Fetches an object of which the length is known into the cache. False where it is not what
         its name says, or cannot be kept. Raises what the store raises."""
         nbytes = self._expected.pop(name, None)
-        if (
-            nbytes is None
-            or nbytes > self._max_bytes
-            or self._is_behind_link(self._kept.root / name)
-        ):
+        if nbytes is None or nbytes > self._max_bytes:
+            return False
+        if self._is_behind_link(self._kept.root / name):
             return False
         running, fetch = sha256(), super().get
         failed: StoreError | None = None

@@ -57,6 +57,11 @@ _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
 T = TypeVar("T")
 
 
+def checked_timeout(seconds: float) -> float:
+    """What bounds a request of a store for readers. Raises InputError."""
+    return checked_number("timeout_seconds", seconds, minimum=1e-3, maximum=1e6)
+
+
 class _Transient(Exception):
     """The server says that it may answer later."""
 
@@ -80,9 +85,7 @@ class HttpStore(ReadOnly):
     writers_hint = "Give readers this address, and writers the store behind it."
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
-        self._timeout = checked_number(
-            "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
-        )
+        self._timeout = checked_timeout(timeout_seconds)
         self._connect, self._path = _parsed(url)
         self._url = url.rstrip("/")
         self._idle: list[_Connection] = []
@@ -124,18 +127,15 @@ class HttpStore(ReadOnly):
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         prefix = check_folder(folder) and f"{folder}/"
-        if start_after is not None and start_after > prefix and not start_after.startswith(prefix):
-            return
-        last = (
-            start_after.removeprefix(prefix)
-            if start_after is not None and start_after > prefix
-            else ""
-        )
+        last = ""
+        if start_after is not None and start_after > prefix:
+            if not start_after.startswith(prefix):
+                return
+            last = start_after.removeprefix(prefix)
         count, given_up = 0, time.monotonic() + LISTING_TIMEOUTS * self._timeout
         while count < MAX_LISTED:
-            if (
-                time.monotonic() > given_up
-            ):  # of pages that come one after the other, each within its time
+            # Of pages that come one after the other, each within its time.
+            if time.monotonic() > given_up:
                 raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
             path = f"{prefix}?after={quote(last, safe='/')}"
             what = f"the answer to {path}"
@@ -177,11 +177,8 @@ class HttpStore(ReadOnly):
 
     def _length(self, answer: HTTPResponse, name: str) -> int:
         length = answer.getheader("Content-Length", "")
-        if (
-            not LENGTH.fullmatch(length)
-            or answer.chunked
-            or answer.getheader("Content-Encoding", "identity") != "identity"
-        ):
+        encoding = answer.getheader("Content-Encoding", "identity")
+        if not LENGTH.fullmatch(length) or answer.chunked or encoding != "identity":
             raise StoreError(
                 f"{self._url} does not say how many bytes {name} has", hint=_NO_SUCH_SERVER
             )

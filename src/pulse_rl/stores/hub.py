@@ -27,7 +27,6 @@ from urllib.request import (
 
 from .._util.addresses import shown, shown_text
 from .._util.retry import retrying
-from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from ..store.base import (
@@ -39,7 +38,14 @@ from ..store.base import (
     check_range,
     is_name,
 )
-from .http import LENGTH, LISTING_TIMEOUTS, MAX_WHOLE_BYTES, MIN_RATE, DeadlineSocket
+from .http import (
+    LENGTH,
+    LISTING_TIMEOUTS,
+    MAX_WHOLE_BYTES,
+    MIN_RATE,
+    DeadlineSocket,
+    checked_timeout,
+)
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(
@@ -131,18 +137,12 @@ class HubStore(ReadOnly):
             raise InputError(
                 f"{shown(address)!r} is no repository", hint="Write hf://NAMESPACE/NAME/PREFIX."
             )
-        kind, repository, revision, prefix = (
-            match[1] or "models",
-            match[2],
-            match[3] or "main",
-            match[4],
-        )
+        kind, repository, revision, prefix = match.groups()
+        kind, revision = kind or "models", revision or "main"
         hub = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         if "@" in hub:
             raise InputError("the endpoint of a Hub has no user", hint="HF_TOKEN has the token.")
-        self._timeout = checked_number(
-            "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
-        )
+        self._timeout = checked_timeout(timeout_seconds)
         self._address = address
         self._prefix = prefix.strip("/")
         plural = "" if kind == "models" else f"{kind}/"
@@ -209,9 +209,8 @@ class HubStore(ReadOnly):
             found += self._listed(entries)
             if len(found) > MAX_LISTED:
                 raise StoreError(f"{self._address} lists more than {MAX_LISTED} objects")
-        yield from (
-            each for each in sorted(found) if start_after is None or each.name > start_after
-        )
+        behind = [each for each in found if start_after is None or each.name > start_after]
+        yield from sorted(behind)
 
     def _listed(self, entries: Any) -> Iterator[ObjectInfo]:
         before = f"{self._prefix}/" if self._prefix else ""
@@ -271,15 +270,11 @@ class HubStore(ReadOnly):
 def _token() -> str | None:
     if token := os.environ.get("HF_TOKEN"):
         return token
-    home = Path(
-        os.environ.get("HF_HOME")
-        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = Path(os.environ.get("HF_HOME") or cache / "huggingface")
+    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
     try:
-        return (
-            Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser().read_text().strip()
-            or None
-        )
+        return file.expanduser().read_text().strip() or None
     except OSError:
         return None
 
@@ -297,6 +292,5 @@ def bucket_address(address: str) -> str:
     settings = dict(part.partition("=")[::2] for part in query.split("&") if part)
     endpoint = settings.pop("endpoint", "https://s3.hf.co").rstrip("/")
     settings = {"region": "us-east-1", **settings, "endpoint": f"{endpoint}/{match[1]}"}
-    return f"s3://{match[2]}{match[3]}?" + "&".join(
-        f"{key}={value}" for key, value in settings.items()
-    )
+    given = "&".join(f"{key}={value}" for key, value in settings.items())
+    return f"s3://{match[2]}{match[3]}?{given}"

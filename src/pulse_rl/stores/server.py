@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Awaitable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,9 +123,8 @@ class FolderServer(Closing):
         app.on_response_prepare.append(_uncached)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
-        self._loop.set_exception_handler(
-            lambda _, context: log.error(context["message"])
-        )  # such as a failed accept
+        # Such as a failed accept.
+        self._loop.set_exception_handler(lambda _, context: log.error(context["message"]))
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -175,26 +174,20 @@ class FolderServer(Closing):
         """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
         folder."""
         lines: list[str] = []
-        with (
-            _opened_folder(self._root, folder)
-            if not folder or _is_path(folder)
-            else nullcontext() as handle
-        ):
+        if folder and not _is_path(folder):
+            return ""
+        with _opened_folder(self._root, folder) as handle:
             if handle is None:
                 return ""
             with closing(_names_in(handle, folder, "", after)) as names:
                 for name in names:
                     inner, _, last = name.rpartition("/")
-                    with (
-                        _opened_below(handle, inner) as above,
-                        suppress(FileNotFoundError),
-                    ):  # deleted meanwhile
-                        info = (
-                            None
-                            if above is None
-                            else os.stat(last, dir_fd=above, follow_symlinks=False)
-                        )
-                        if info is not None and stat.S_ISREG(info.st_mode):
+                    # It may be deleted meanwhile.
+                    with _opened_below(handle, inner) as above, suppress(FileNotFoundError):
+                        if above is None:
+                            continue
+                        info = os.stat(last, dir_fd=above, follow_symlinks=False)
+                        if stat.S_ISREG(info.st_mode):
                             lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
                     if len(lines) == PAGE:
                         break
@@ -288,9 +281,8 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
     }
     start, stop, status = 0, info.st_size, 200
     if "Range" in request.headers:
-        outside = web.HTTPRequestRangeNotSatisfiable(
-            headers={"Content-Range": f"bytes */{info.st_size}"}
-        )
+        whole = {"Content-Range": f"bytes */{info.st_size}"}
+        outside = web.HTTPRequestRangeNotSatisfiable(headers=whole)
         try:
             asked = request.http_range
         except ValueError:
@@ -300,9 +292,8 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
             raise outside
         status = 206
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.st_size}"
-    response = web.StreamResponse(
-        status=status, headers={**headers, "Content-Length": str(stop - start)}
-    )
+    headers["Content-Length"] = str(stop - start)
+    response = web.StreamResponse(status=status, headers=headers)
     await response.prepare(request)
     while start < stop and request.method != "HEAD":
         chunk = await asyncio.to_thread(os.pread, handle, min(_CHUNK_BYTES, stop - start), start)
