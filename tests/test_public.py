@@ -85,6 +85,7 @@ HANDED_OUT = {
     "pulse_rl.state.tensors.TensorSpec",
     "pulse_rl.loco.exchange.Round",
     "pulse_rl.stores.http.HttpStore",
+    "pulse_rl.stores.hub.HubStore",
     "pulse_rl.stores.object.ObjectStore",
     "pulse_rl.submit.Submission",
     "pulse_rl.sync.update.TensorUpdate",

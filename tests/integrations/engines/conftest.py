@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl.engines.session import Session
-
-from .world import Model, World
+from .world import Model, Session, World
 
 
 @pytest.fixture
