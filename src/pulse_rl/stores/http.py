@@ -67,7 +67,7 @@ class _Transient(Exception):
 
 
 class HttpStore(ReadOnly):
-    """A `Store` for readers, behind an HTTP server such as `pulse serve`, without credentials.
+    """A `Store` for readers, behind an HTTP server such as ``pulse serve``, without credentials.
 
     Writing calls raise StoreError. Redirects are refused, proxies not asked. `get` without ``stop``
     reads up to 256 MiB, and else raises StoreError. A request that fails in a way that may pass is

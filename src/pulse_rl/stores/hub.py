@@ -114,7 +114,7 @@ class HubStore(ReadOnly):
     Args:
         address: ``hf://namespace/name/prefix``; ``hf://datasets/…`` for a repository of data sets;
             ``@revision`` behind the name for another revision than ``main``.
-        token: An access token. Default: HF_TOKEN, or that of `hf auth login`.
+        token: An access token. Default: HF_TOKEN, or that of ``hf auth login``.
         endpoint: The Hub's address. Default: HF_ENDPOINT, or the Hub.
         timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
             long, a whole listing. A request is not repeated after so long.
