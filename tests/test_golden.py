@@ -60,7 +60,7 @@ def test_a_signed_stream_is_followed() -> None:
     for version in (8, 11):
         late.sync(version)
         assert late.root == roots[version]
-    assert late.stream.claims.after(0, "", STREAM_ID) == 1
+    assert late.stream.claims.superseded_by(0, "", STREAM_ID) == 1
     part = Subscriber(store, stream="golden", select="norm", trusted_keys=[KEY])
     part.sync()
     assert part.root == roots[-1]

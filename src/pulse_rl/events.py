@@ -353,7 +353,7 @@ def checked_listener(listener: Any) -> Listener | None:
     return cast(Listener | None, listener)
 
 
-def one_at_a_time(listener: Listener | None) -> Listener | None:
+def serialized(listener: Listener | None) -> Listener | None:
     """Return a listener that several threads can call; a lock serializes the calls."""
     if listener is None:
         return None

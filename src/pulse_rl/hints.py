@@ -35,7 +35,7 @@ class Notices:
         self._given: set[str] = set()
         self._looked = False
 
-    def look_at(
+    def check_published(
         self, version: int, draft: PublishState, state: State, mixed: Sequence[str]
     ) -> None:
         """Looks at this rank's part of a version that was committed, the ``state`` that it was made
@@ -102,7 +102,7 @@ def _changes(draft: PublishState) -> Iterator[tuple[str, str, str]]:
         )
 
 
-class Absence:
+class EmptyStreamHint:
     """Says once that a worker has found no version of ``stream`` in ``store`` for a second."""
 
     def __init__(self, store: Store, stream: str, listener: Listener | None) -> None:
@@ -112,7 +112,7 @@ class Absence:
         self._since: float | None = None
         self._said = False
 
-    def seen(self) -> None:
+    def poll(self) -> None:
         """A look has found nothing."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since

@@ -39,7 +39,7 @@ _SHARE = 12
 twelfth more memory is little next to the state. At 0.3% changed BF16 weights it is 14 versions."""
 
 
-class Note(NamedTuple):
+class RankReport(NamedTuple):
     """One rank's report of a version: the bytes of each of the ``windows`` that it can remember
     there, and the bytes of its sample without a history, ``plain``, and with it, ``coded``; 0 where
     the sample was not measured."""
@@ -143,7 +143,7 @@ class HistoryPolicy:
         nbytes: int,
         *,
         threads: int | None,
-    ) -> Note:
+    ) -> RankReport:
         """This rank's report of ``version``, to which ``draft`` leads from ``base``; see `agree`.
 
         The patch has ``nbytes`` on all ranks. If a measurement is due, the report has what a
@@ -158,10 +158,10 @@ class HistoryPolicy:
                 window = Window(base.root, records, base.blocks)
             return next_history(history, window, base.version, version, most, span=self._span)
 
-        note = Note()
+        note = RankReport()
         if draft.remembers:
             draft.history = after(base.history, None, _most_of_rank(base))
-            note = Note([window.nbytes for window in draft.history.windows])
+            note = RankReport([window.nbytes for window in draft.history.windows])
         if self.forced is None:
             draft.sampled = after(base.sampled, sample, most_remembered(_nbytes(base, sample)))
             due = self._measured < _OFTEN or version % _SELDOM == 0
@@ -170,7 +170,7 @@ class HistoryPolicy:
                 note = note._replace(plain=plain, coded=coded)
         return note
 
-    def agree(self, draft: PublishState, notes: Sequence[Note]) -> None:
+    def agree(self, draft: PublishState, notes: Sequence[RankReport]) -> None:
         """Set what ``draft`` remembers, and what the next version does, from the reports of all
         ranks."""
         # 1. The longest history that all ranks can hold, and that fits the limit of all bytes

@@ -41,7 +41,7 @@ from pulse_rl.errors import EmptyStream
 from tests.support.publishers import FoldingPublisher
 
 _ENDS = {"itself": 0, "exception": 1, "exit": 3, "interrupt": 130}
-_MOST_SECONDS = 60.0
+_MAX_SECONDS = 60.0
 _SUBMITTED, _SAID, _ROUND = "submitted", "stderr", "round"
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _kept: list[object] = []
@@ -77,7 +77,7 @@ def sequence(seed: int) -> Counter[str]:
 
 def _awaited(child: int, expected: int) -> str:
     """What is wrong with how a process ends."""
-    limit = time.monotonic() + _MOST_SECONDS
+    limit = time.monotonic() + _MAX_SECONDS
     while time.monotonic() < limit:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

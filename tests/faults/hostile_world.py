@@ -19,7 +19,7 @@ from .worker import Setup, Worker
 from .world import SIGNER, STREAM_ID, World
 
 _LATEST = 8  # publishes of an undisturbed publisher until everybody must follow
-_MOST_SYNCS = 40
+_MAX_SYNCS = 40
 
 
 class SignedModel(Model):
@@ -145,7 +145,7 @@ class HostileWorld(World):
                 break
         head = self.last
         for worker in [*self.workers, self._stranger()]:
-            for _ in range(_MOST_SYNCS):
+            for _ in range(_MAX_SYNCS):
                 worker.sync([], None)
                 worker.inspect()
                 if worker.live.version == head:

@@ -29,7 +29,7 @@ from tests.support.interrupts import Boom
 
 _ROWS, _COLUMNS, _KINDS = 23, 64, 50
 _TIMEOUT_SECONDS = 20.0
-_MOST_SECONDS = 60.0
+_MAX_SECONDS = 60.0
 _FULL, _PARTED = 0, 7
 _VERSIONS = 200
 
@@ -86,13 +86,13 @@ def _run(rng: Random, folder: Path, size: int, versions: int) -> Counter[str]:
 def _awaited(children: list[int]) -> list[int]:
     """The codes with which processes end, all of them soon after the first."""
     codes: dict[int, int] = {}
-    limit = time.monotonic() + 10 * _MOST_SECONDS
+    limit = time.monotonic() + 10 * _MAX_SECONDS
     while len(codes) < len(children) and time.monotonic() < limit:
         for child in set(children) - set(codes):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
-                limit = min(limit, time.monotonic() + _MOST_SECONDS)
+                limit = min(limit, time.monotonic() + _MAX_SECONDS)
         time.sleep(0.005)
     for child in set(children) - set(codes):
         os.kill(child, signal.SIGABRT)

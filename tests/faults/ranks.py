@@ -19,7 +19,7 @@ import numpy as np
 from pulse_rl import Bits, Published, PulseError, Signer, State
 from pulse_rl._util.collective import Bytes, RankGroup
 from pulse_rl.errors import PublisherConflict, RankLost
-from pulse_rl.sharding.layout import Box, Runs
+from pulse_rl.sharding.layout import Runs, SliceSpec
 from pulse_rl.sharding.rank import ShardedRank
 from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.signing import TrustedKeys
@@ -143,7 +143,7 @@ class _Group:
             raise CrashNow("the process has ended")
 
 
-def _local(state: State, places: Mapping[str, Box | None]) -> LocalState:
+def _local(state: State, places: Mapping[str, SliceSpec | None]) -> LocalState:
     """What a rank has of a state: the boxes that ``places`` says, in arrays of its own."""
     arrays: dict[str, Bits] = {}
     names = [spec.name for spec in state.specs] + list(state.aliases)
@@ -292,18 +292,18 @@ class RankTrainer:
             raise error
         return [done[rank] for rank in range(self._size)]
 
-    def _box(self, spec: TensorSpec, rank: int) -> Box | None:
+    def _box(self, spec: TensorSpec, rank: int) -> SliceSpec | None:
         """What the rank has of a tensor: rows or columns, uneven ones too; all of it; or
         nothing."""
         rng = Random(f"{self._spread} {spec.name}")
         how = rng.choice(("rows", "rows", "columns", "rank", "all"))
         if how == "rank":
-            return Box.whole(spec.shape) if rng.randrange(self._size) == rank else None
+            return SliceSpec.whole(spec.shape) if rng.randrange(self._size) == rank else None
         if how == "all" or not spec.shape:
-            return Box.whole(spec.shape)
+            return SliceSpec.whole(spec.shape)
         dim = 0 if how == "rows" else len(spec.shape) - 1
         n = spec.shape[dim]
         cuts = [0, *sorted(rng.randint(0, n) for _ in range(self._size - 1)), n]
         of: list[Runs] = [((0, size),) if size else () for size in spec.shape]
         of[dim] = ((cuts[rank], cuts[rank + 1]),) if cuts[rank] < cuts[rank + 1] else ()
-        return Box(tuple(of), spec.shape)
+        return SliceSpec(tuple(of), spec.shape)

@@ -18,7 +18,7 @@ from pulse_rl.ops.diff import BuiltPatch, build_patch
 from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch.apply import advance_state
 from pulse_rl.patch.blocks import Block, cut
-from pulse_rl.patch.build import encode_proved
+from pulse_rl.patch.build import encode_verified
 from pulse_rl.patch.header import check_of
 from pulse_rl.patch.history import History, Window, records_of
 from pulse_rl.state.bits import UIntArray
@@ -425,7 +425,7 @@ def test_what_differs_is_refused(
             (past if name == "history" else ()),
             "zstd" if name == "zstd" else codec.AUTO,
         )
-        encoded, _ = encode_proved(block, before, after, known, codec=chosen, stride=16)
+        encoded, _ = encode_verified(block, before, after, known, codec=chosen, stride=16)
         by = codec.codec_name(encoded.codec_id)
         return "auto" if by in ("gaps", "sparse") else by
 
@@ -454,7 +454,7 @@ def test_a_payload_that_decodes_to_something_else_is_refused(
 
     monkeypatch.setattr("pulse_rl.codec.encode_block", decoding_wrongly)
     with pytest.raises(IntegrityError, match="does not decode"):
-        encode_proved(block, before, after, past, stride=16)
+        encode_verified(block, before, after, past, stride=16)
 
 
 @pytest.mark.parametrize("name", ["auto", "history"])
@@ -474,7 +474,7 @@ def test_a_payload_that_does_not_decode_is_refused(
 
     monkeypatch.setattr("pulse_rl.codec.encode_block", damaging)
     with pytest.raises(IntegrityError, match="does not decode"):
-        encode_proved(block, before, after, past if name == "history" else ())
+        encode_verified(block, before, after, past if name == "history" else ())
 
 
 def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,6 +488,6 @@ def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr("pulse_rl.codec.encode_block", then_written)
-    encode_proved(block, before, after, stride=16)
+    encode_verified(block, before, after, stride=16)
     with pytest.raises(IntegrityError):
-        encode_proved(block, before, after)
+        encode_verified(block, before, after)

@@ -12,7 +12,7 @@ from pulse_rl.codec import HISTORY
 from pulse_rl.ops.diff import build_patch
 from pulse_rl.patch import parse_patch
 from pulse_rl.patch.blocks import cut
-from pulse_rl.patch.build import encode_proved, entry_of
+from pulse_rl.patch.build import encode_verified, entry_of
 from pulse_rl.patch.header import PatchHeader
 from pulse_rl.patch.header import slices_of as header_slices
 from pulse_rl.patch.history import History, Window
@@ -48,7 +48,7 @@ def part(
     blocks = cut(old.specs, segments)
     known = (known or History()).of(blocks)
     coded = [
-        encode_proved(b, b.read(old), b.read(new), known.past(k))[0] for k, b in enumerate(blocks)
+        encode_verified(b, b.read(old), b.read(new), known.past(k))[0] for k, b in enumerate(blocks)
     ]
     header = PatchHeader(
         other.get("base_root", state_digest(old).root),

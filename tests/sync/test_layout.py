@@ -13,9 +13,9 @@ from pulse_rl.errors import StateMismatch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.sharding.layout import (
-    Box,
-    Held,
-    Layout,
+    PublishLayout,
+    RankTensor,
+    SliceSpec,
     held_from_bytes,
     held_to_bytes,
     layout_from_bytes,
@@ -28,16 +28,16 @@ from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> Box:
+def boxes(draw: st.DrawFn) -> SliceSpec:
     shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
     of = []
     for n in shape:
         ends = sorted(draw(st.sets(st.integers(0, n), max_size=4)))
         of.append(tuple(pairwise(ends))[::2])
-    return Box(tuple(of), shape)
+    return SliceSpec(tuple(of), shape)
 
 
-def places(box: Box) -> np.ndarray:
+def places(box: SliceSpec) -> np.ndarray:
     """The box's elements in the flattened tensor, by numpy."""
     index = np.arange(int(np.prod(box.shape))).reshape(box.shape)
     for axis, runs in enumerate(box.of):
@@ -47,7 +47,7 @@ def places(box: Box) -> np.ndarray:
 
 
 @given(box=boxes())
-def test_a_box_is_where_its_elements_are(box: Box) -> None:
+def test_a_box_is_where_its_elements_are(box: SliceSpec) -> None:
     expected = places(box)
     assert box.elements == len(expected)
     if box.elements:
@@ -66,7 +66,7 @@ def test_a_box_is_where_its_elements_are(box: Box) -> None:
 
 
 @given(one=boxes(), data=st.data())
-def test_boxes_meet_where_they_share_an_element(one: Box, data: st.DataObject) -> None:
+def test_boxes_meet_where_they_share_an_element(one: SliceSpec, data: st.DataObject) -> None:
     other = (
         data.draw(boxes().filter(lambda box: box.shape == one.shape)) if len(one.shape) < 2 else one
     )
@@ -74,7 +74,7 @@ def test_boxes_meet_where_they_share_an_element(one: Box, data: st.DataObject) -
 
 
 @given(box=boxes(), data=st.data())
-def test_what_arrives_is_put_in_its_place(box: Box, data: st.DataObject) -> None:
+def test_what_arrives_is_put_in_its_place(box: SliceSpec, data: st.DataObject) -> None:
     size = int(np.prod(box.shape))
     if not box.elements or not box.shape:
         return
@@ -94,16 +94,16 @@ def test_what_arrives_is_put_in_its_place(box: Box, data: st.DataObject) -> None
     )
 
 
-def rows(spec: TensorSpec, *ends: int) -> list[Box]:
+def rows(spec: TensorSpec, *ends: int) -> list[SliceSpec]:
     tail = tuple(((0, n),) for n in spec.shape[1:])
     return [
-        Box((((start, stop),) if start < stop else (), *tail), spec.shape)
+        SliceSpec((((start, stop),) if start < stop else (), *tail), spec.shape)
         for start, stop in pairwise((0, *ends))
     ]
 
 
-def layout_of(*tensors: list[tuple[TensorSpec, Box]]) -> Layout:
-    return make_layout([[Held(spec, box, None) for spec, box in mine] for mine in tensors])
+def layout_of(*tensors: list[tuple[TensorSpec, SliceSpec]]) -> PublishLayout:
+    return make_layout([[RankTensor(spec, box, None) for spec, box in mine] for mine in tensors])
 
 
 BF16 = DTYPES["BF16"]
@@ -111,7 +111,7 @@ SMALL = [TensorSpec(f"small.{k}", BF16, (600, 1000)) for k in range(9)]
 LARGE = TensorSpec("large", DTYPES["F32"], (5000, 1001))
 
 
-def four_ranks() -> Layout:
+def four_ranks() -> PublishLayout:
     """Small tensors and a large one, cut unevenly; one rank has no row of it."""
     of = [rows(spec, 100 + 10 * k, 300, 310, 600) for k, spec in enumerate(SMALL)]
     large = rows(LARGE, 1234, 1234, 4000, 5000)
@@ -159,12 +159,13 @@ def test_a_rank_is_told_what_it_needs() -> None:
     ranks have."""
     matrix = TensorSpec("matrix", BF16, (90, 40))
     columns = [
-        Box((((0, 90),), ((start, stop),)), matrix.shape) for start, stop in ((0, 30), (30, 40))
+        SliceSpec((((0, 90),), ((start, stop),)), matrix.shape)
+        for start, stop in ((0, 30), (30, 40))
     ]
     layout = layout_of(
         [(SMALL[0], rows(SMALL[0], 300, 600)[0]), (matrix, columns[0])],
         [(SMALL[0], rows(SMALL[0], 300, 600)[1]), (matrix, columns[1])],
-        [(LARGE, Box.whole(LARGE.shape))],
+        [(LARGE, SliceSpec.whole(LARGE.shape))],
     )
     for rank in range(3):
         told = layout_from_bytes(layout_to_bytes(layout.of_rank(rank)))
@@ -180,7 +181,10 @@ def test_a_rank_is_told_what_it_needs() -> None:
         assert set(told.published) == ({"small.0", "matrix"} if rank < 2 else {"large"})
         mine = {k: of for k, of in layout.shared.items() if any(f.rank == rank for f in of)}
         assert told.shared == mine
-    held = [Held(matrix, columns[0], 3), Held(LARGE, Box.whole(LARGE.shape), None)]
+    held = [
+        RankTensor(matrix, columns[0], 3),
+        RankTensor(LARGE, SliceSpec.whole(LARGE.shape), None),
+    ]
     assert held_from_bytes(held_to_bytes(held)) == held
 
 
@@ -213,13 +217,15 @@ def test_each_element_is_on_a_rank(ends: tuple[int, ...], words: str | None) -> 
 
 def test_elements_on_two_ranks_are_refused_unless_the_slices_are_equal() -> None:
     first, second = rows(LARGE, 3000, 5000)
-    overlapping = Box((((2000, 5000),), ((0, 1001),)), LARGE.shape)
+    overlapping = SliceSpec((((2000, 5000),), ((0, 1001),)), LARGE.shape)
     with pytest.raises(StateMismatch, match="alone"):
         layout_of([(LARGE, first)], [(LARGE, overlapping)])
-    left = Box((((0, 5000),), ((0, 600),)), LARGE.shape)
+    left = SliceSpec((((0, 5000),), ((0, 600),)), LARGE.shape)
     with pytest.raises(StateMismatch, match="same elements"):
         layout_of([(LARGE, left)], [(LARGE, first)])
     with pytest.raises(StateMismatch, match="on no rank"):
-        layout_of([(LARGE, left)], [(LARGE, Box((((0, 5000),), ((601, 1001),)), LARGE.shape))])
+        layout_of(
+            [(LARGE, left)], [(LARGE, SliceSpec((((0, 5000),), ((601, 1001),)), LARGE.shape))]
+        )
     replicas = layout_of([(LARGE, first)], [(LARGE, first)], [(LARGE, second)], [(LARGE, second)])
     assert list(replicas.published["large"]) == [0, 2]

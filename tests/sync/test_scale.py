@@ -71,7 +71,7 @@ def long_stream(versions: int) -> Counted:
     store = Counted()
     stream = Stream(store, "s")
     states, roots = cycle()
-    stream.claims.take("c" * 16, STREAM_ID, 0, born=False)
+    stream.claims.acquire("c" * 16, STREAM_ID, 0, born=False)
     for version in range(versions):
         at = version % CYCLE
         patch_ref = anchor_ref = None

@@ -30,7 +30,7 @@ from ..errors import (
     UnsupportedTensor,
 )
 from ..follow.checkpoint import FILE_NAME, current_version, load
-from ..follow.folder import InUse, Layout, check_folder
+from ..follow.folder import FolderLayout, InUse, check_folder
 from ..hints import empty
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay
@@ -226,7 +226,7 @@ def _show_live(done: EngineSync, console: Console) -> None:
 
 def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
     out = Path(args.out)
-    layout = Layout.of(args.layout) if args.layout else None
+    layout = FolderLayout.of(args.layout) if args.layout else None
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
     base, written = _left_in(out, layout)
@@ -272,7 +272,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
         keep_on(sync, args, console, subscriber.wait_for_new)
 
 
-def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:
+def _left_in(out: Path, layout: FolderLayout | None) -> tuple[Path | None, int | None]:
     """(the newest checkpoint of an earlier run, its version); None where there is none or it is
     damaged: then the state comes from an anchor."""
     if layout is not None:

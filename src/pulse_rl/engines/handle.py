@@ -31,7 +31,7 @@ InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
 _LONGEST_WAIT = 1.0
 _MAX_BACKOFF = 30.0
-_MOST_ROOTS = 1024
+_MAX_ROOTS = 1024
 """Of versions that requests in flight may come from."""
 
 
@@ -612,7 +612,7 @@ class EngineHandle(Closing):
         self._engine = tuple(leader["engine"])
         self._roots.pop(leader["version"], None)
         self._roots[leader["version"]] = leader["root"]
-        if len(self._roots) > _MOST_ROOTS:
+        if len(self._roots) > _MAX_ROOTS:
             del self._roots[next(iter(self._roots))]
 
     def _reset_cache(self) -> None:

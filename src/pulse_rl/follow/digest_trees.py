@@ -27,7 +27,7 @@ from ..stream.stream import Stream
 _TRIES = 2
 _MIN_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
 """More than the tensors of any real model take in a header, which is parsed before it is proved."""
-_MOST_COMPARED = 32 << 20
+_MAX_COMPARED = 32 << 20
 _ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."
 
@@ -127,7 +127,7 @@ def copy_digests(
 def _require_same_twice(store: Store, name: str) -> None:
     """Raises StoreUnavailable where an object does not arrive alike twice; and NotFound,
     DigestMismatch."""
-    nbytes = min(_length(store, name), _MOST_COMPARED)
+    nbytes = min(_length(store, name), _MAX_COMPARED)
     if _at_most(store, name, nbytes) != _at_most(store, name, nbytes):
         raise StoreUnavailable(
             f"{name} is damaged on its way, in another manner each time",

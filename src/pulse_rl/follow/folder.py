@@ -79,7 +79,7 @@ _PLAIN = "[A-Za-z0-9._-]*"
 _PATTERN = re.compile(rf"({_PLAIN})\{{(?::0?([1-9]))?\}}({_PLAIN})(?:/([A-Za-z0-9]{_PLAIN}))?")
 
 
-class Layout(NamedTuple):
+class FolderLayout(NamedTuple):
     """The names of versions' folders: ``before``, a number of at least ``digits`` digits,
     ``after``; and of the ``marker`` in each, "" for none."""
 
@@ -289,7 +289,7 @@ def replace_folder(
 
 def add_version(
     folder: Path,
-    layout: Layout,
+    layout: FolderLayout,
     number: int,
     facts: Mapping[str, str],
     write: Callable[[Path], None],
@@ -537,7 +537,7 @@ def save_version(
     whose unchanged files are linked. Returns where this one lies; of a single file, ``earlier``."""
     # 1. What is to be written where.
     state, digest, manifest, history, files = held
-    named = None if layout is None else Layout.of(layout)
+    named = None if layout is None else FolderLayout.of(layout)
     if keep is not None and checked_count("keep", keep) and named is None:
         raise InputError(
             "keep is for the folders of a layout", hint="Otherwise the newest version is kept."

@@ -17,7 +17,7 @@ from .._util.serial import Closing, NotCopyable, Operation, mark_worker
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..events import Listener, checked_listener, one_at_a_time
+from ..events import Listener, checked_listener, serialized
 from ..state.tensors import StateSource
 from ..store import Store, open_stores
 from ..sync.subscriber import Subscriber
@@ -133,7 +133,7 @@ class Subscribers(Closing, NotCopyable):
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
             "threads": 1,
-            "on_event": one_at_a_time(checked_listener(on_event)),
+            "on_event": serialized(checked_listener(on_event)),
         }
         self._followed: dict[str, _Followed] = {}
         self._schedule: Schedule[_Followed] = Schedule()

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..events import Listener, Metadata, Published
 from ..ops.checkout import Checkout
 from ..quantize.states import Quantize
-from ..sharding.layout import Box
+from ..sharding.layout import SliceSpec
 from ..sharding.rank import ShardedRank, unlike
 from ..state.cast import DTypeLike
 from ..state.tensors import State
@@ -155,7 +155,7 @@ class ShardedPublisher(Publisher):
         jax = sys.modules.get("jax")
         shards = Weights()
         shards.uncast = getattr(source, "uncast", shards.uncast)
-        boxes: dict[str, Box] = {}
+        boxes: dict[str, SliceSpec] = {}
         for name, value in source.items():
             if isinstance(value, FlatShard | RankSlice):
                 shards[name], boxes[name] = value.local, value.box
@@ -165,7 +165,7 @@ class ShardedPublisher(Publisher):
                 shards[name] = value
             elif value.device_mesh.get_coordinate() is not None:
                 shards[name] = value.to_local()
-                if (box := local_box(name, value)) != Box.whole(box.shape):
+                if (box := local_box(name, value)) != SliceSpec.whole(box.shape):
                     boxes[name] = box
         local = LocalState.of(State.of(shards), dtype)
         return local._replace(boxes=boxes, quantize=quantize)

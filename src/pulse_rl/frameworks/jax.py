@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .._util import extra
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from ..sharding.layout import Box, Spread
+from ..sharding.layout import Assembled, SliceSpec
 from ..state.bits import UIntArray
 from ..state.tensors import State, TensorSpec, dtype_named, stored_tensor
 from ..sync.update import TensorUpdate, Update
@@ -72,7 +72,7 @@ def weights(tree: Any, names: Mapping[str, Any] | Callable[[str], Any] | None = 
         else:
             first[id(array)] = leaf.name
             shards = _shards(array)
-            spread[leaf.name] = Spread(
+            spread[leaf.name] = Assembled(
                 leaf.spec.dtype, [(box, _Rearranged(shard).read) for box, shard in shards]
             )
         specs.append(leaf.spec)
@@ -232,7 +232,7 @@ def _strides(
     return seen.shape, seen.ctypes.data - probe.ctypes.data, seen.strides
 
 
-def local_part(name: str, array: Any) -> tuple[npt.NDArray[Any], Box]:
+def local_part(name: str, array: Any) -> tuple[npt.NDArray[Any], SliceSpec]:
     """(what this process has of a jax.Array, which elements these are). Raises UnsupportedTensor
     where they are no product of ranges of the dimensions."""
     shards = _shards(array)
@@ -241,7 +241,7 @@ def local_part(name: str, array: Any) -> tuple[npt.NDArray[Any], Box]:
         raise UnsupportedTensor(
             f"the shards of {name!r} that this process has are no grid of slices"
         )
-    whole = Box(tuple(map(tuple, runs)), tuple(array.shape))
+    whole = SliceSpec(tuple(map(tuple, runs)), tuple(array.shape))
     if len(shards) == 1:
         return np.asarray(shards[0][1]), whole
     result = np.empty(whole.local_shape, array.dtype)
@@ -254,7 +254,7 @@ def local_part(name: str, array: Any) -> tuple[npt.NDArray[Any], Box]:
     return result, whole
 
 
-def _shards(array: Any) -> list[tuple[Box, Any]]:
+def _shards(array: Any) -> list[tuple[SliceSpec, Any]]:
     """(its elements, one of its arrays) of each shard of a jax.Array that this process has,
     replicas once."""
     found = {
@@ -263,9 +263,9 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     return list(found.items())
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> SliceSpec:
     ranges = [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
-    return Box(
+    return SliceSpec(
         tuple(((start, stop),) if stop > start else () for start, stop in ranges), tuple(shape)
     )
 

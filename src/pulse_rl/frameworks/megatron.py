@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from .._util.collective import GlooTransport, RankGroup
 from ..errors import PulseError, StateMismatch, UnsupportedTensor
-from ..sharding.layout import Box, Runs
+from ..sharding.layout import Runs, SliceSpec
 from ..state.cast import DTypeLike
 from .shards import RankSlice
 from .weights import host_copy, torch_dtype
@@ -313,7 +313,7 @@ class _Source:
     its indices, of which the first dimension's lie in the parameter with the number in
     ``parameters``."""
 
-    box: Box
+    box: SliceSpec
     parameters: tuple[int, ...]
     pieces: tuple[tuple[_Piece, ...], ...]
 
@@ -329,7 +329,7 @@ class _Source:
         dims = range(mine.ndim)
         others = [tuple(d for d in dims if d != dim) for dim in dims]
         of = tuple(_runs_of(np.asarray(mine.any(axis=axes))) for axes in others)
-        box = Box(of, tuple(mine.shape))
+        box = SliceSpec(of, tuple(mine.shape))
         if box.elements != len(numbers):
             raise _scattered(name)
         grid = numbers.reshape(box.local_shape or (1,))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedTensor
-from ..sharding.layout import Box, Runs, union
+from ..sharding.layout import Runs, SliceSpec, union
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -27,7 +27,7 @@ class RankSlice(NamedTuple):
     """This rank's elements ``box`` of a checkpoint's tensor, in that order: ``local``."""
 
     local: torch.Tensor
-    box: Box
+    box: SliceSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,9 @@ class FlatShard:
         return self.cuts[dist.get_rank(self.group)]
 
     @property
-    def box(self) -> Box:
+    def box(self) -> SliceSpec:
         """Which elements this rank has."""
-        return Box.range(self.start, self.start + self.local.numel(), self.shape)
+        return SliceSpec.range(self.start, self.start + self.local.numel(), self.shape)
 
     def part(self, first: int, shape: tuple[int, ...]) -> FlatShard:
         """Of the tensor of this ``shape`` that begins at element ``first``: what this rank has of
@@ -204,7 +204,7 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
 # -- DTensors
 
 
-def local_box(name: str, tensor: DTensor) -> Box:
+def local_box(name: str, tensor: DTensor) -> SliceSpec:
     """The elements of a DTensor that this rank, which is in its mesh, has. Raises
     UnsupportedTensor."""
     from torch.distributed.tensor import Replicate, Shard  # which takes seconds to import
@@ -252,7 +252,9 @@ def _splits(tensor: DTensor, mesh_dim: int) -> bool:
     return split is not None and split == math.prod(tensor.device_mesh.size(k) for k in later)
 
 
-def _cut(tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, strided: bool) -> Box:
+def _cut(
+    tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, strided: bool
+) -> SliceSpec:
     """The elements that are left on this rank by ``placements`` of the mesh's dimensions, one after
     another."""
     of: list[Runs] = [((0, n),) if n else () for n in tensor.shape]
@@ -266,7 +268,7 @@ def _cut(tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, stride
         split: int | None = getattr(placement, "split_factor", None) if strided else None
         pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
         of[dim] = union(run for piece in pieces for run in _chunk(piece, size, index))
-    return Box(tuple(of), tuple(tensor.shape))
+    return SliceSpec(tuple(of), tuple(tensor.shape))
 
 
 def _chunk(runs: Runs, chunks: int, index: int) -> Runs:

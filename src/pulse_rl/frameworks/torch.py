@@ -25,7 +25,7 @@ with extra("torch"):
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..follow.checkpoint import PEFT_HINT, adapter_names, is_wrapped
 from ..patch.apply import TensorChanges
-from ..sharding.layout import Box
+from ..sharding.layout import SliceSpec
 from ..state.bits import LINE, UIntArray
 from ..state.tensors import DTYPES, State, TensorSpec, is_sharded
 from ..submit import page_locked
@@ -119,7 +119,7 @@ class _Target(NamedTuple):
     ``box``."""
 
     tensor: torch.Tensor
-    box: Box | None
+    box: SliceSpec | None
 
 
 class _Held(NamedTuple):
@@ -250,7 +250,7 @@ def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
     return _Target(tensor.to_local(), local_box(name, tensor))
 
 
-def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
+def _share(update: TensorUpdate, box: SliceSpec) -> TensorUpdate:
     """What the update writes of a box, as an update of the box."""
     spec = replace(update.spec, shape=box.local_shape)
     changes = changes_of(update)

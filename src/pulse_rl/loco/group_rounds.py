@@ -384,7 +384,7 @@ class GroupReduction(GatedReduction):
         return Transfer(self, group, number, phase).run()
 
 
-def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
+def striped_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
     """The units of each trainer's share, in order: an equal part of every block, so that shares are
     about as long whichever tensors change. A part may be empty, and is then no unit."""
     shares: list[list[Unit]] = [[] for _ in range(trainers)]
@@ -474,7 +474,7 @@ class Transfer:
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
         group, rank = self._group, self._group.rank
-        shares = cut_shares(self._blocks, group.size)
+        shares = striped_shares(self._blocks, group.size)
         mine = shares[rank]
         # 1. Entries go to the owners of their shares.
         with self._phase("gate"):

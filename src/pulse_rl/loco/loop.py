@@ -28,7 +28,7 @@ from .ranks import Ranks
 from .store_rounds import StoreRounds
 from .wire import Wire
 
-_MOST_SECONDS = 30 * 86400.0  # torch counts in microseconds
+_MAX_SECONDS = 30 * 86400.0  # torch counts in microseconds
 
 
 class OuterLoop(NotCopyable):
@@ -467,7 +467,7 @@ class PulseLoCo(OuterLoop):
             # The ranks of a trainer wait for that which speaks for them, and may wait for two
             # rounds.
             seconds = 600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds)
-            rank_seconds = min(seconds, _MOST_SECONDS)
+            rank_seconds = min(seconds, _MAX_SECONDS)
         parameters = Parameters(model, inner_optimizer, rank_seconds)
         state = OuterState(parameters, outer_lr, outer_momentum)
         if lookahead == "auto":

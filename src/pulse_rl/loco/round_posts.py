@@ -44,7 +44,7 @@ MIN_SHARE = 1 << 20
 """Parameters. Of fewer, what a part costs whatever it holds would count."""
 
 
-def cut_runs(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
+def contiguous_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
     """The units of each share where so many trainers meet in a store: runs of as many parameters,
     in order, a share for each trainer, or fewer that are not too short. So a share is one range of
     a post, and no more units are cut than there are shares."""

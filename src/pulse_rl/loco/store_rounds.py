@@ -67,7 +67,7 @@ from .gate import GatedReduction
 from .group import TrainerNote
 from .outer import MessageOutcome, Trainer, specs_digest
 from .parameters import Floats
-from .round_posts import RoundPosts, RoundSums, cannot_count, cut_runs
+from .round_posts import RoundPosts, RoundSums, cannot_count, contiguous_shares
 from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, RunStore, Snapshot, Upload, pause
 from .wire import Entries
 
@@ -398,7 +398,7 @@ class StoreRounds(Meeting):
             # Fixed by the round before: a message has its parts before it is known who will be in.
             members = len(self._members)
             gated = self._reduction.gates_sums(members)
-            shares = cut_runs(self._blocks, members if gated else 1)
+            shares = contiguous_shares(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
                 self._store, self.exchange.max_norm, self._reduction, place, shares, self._own
             )

@@ -43,7 +43,7 @@ from .gc import gc_stream
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MAX_GIVEN_UP = 2
-_MOST_OWED = 16
+_MAX_OWED = 16
 _SOON, _RARELY = 3, 64
 """Digests that the source shows damaged are tried at three calls, and at one in 64 after these."""
 _ANOTHER_TARGET = (
@@ -352,7 +352,7 @@ class Relay:
         )
 
     def _require_no_publisher(self) -> None:
-        if self._target.claims.after(0, "", ""):
+        if self._target.claims.superseded_by(0, "", ""):
             raise PublisherConflict(
                 f"somebody publishes {self._target.name!r} to the target", hint=_ANOTHER_TARGET
             )
@@ -419,7 +419,7 @@ class Relay:
         self._owed[owed] = manifest, calls
         if error and not calls:
             self._report(f"the digests of version {manifest.version}", error)
-        if len(self._owed) > _MOST_OWED:
+        if len(self._owed) > _MAX_OWED:
             del self._owed[min(self._owed)]
 
     def _find_missing_digests(self) -> None:

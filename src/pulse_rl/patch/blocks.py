@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 22
 # Between two tensors of a block lie at most 1/64 of a block's elements, or the block itself is that
 # small. This bounds what a worker that holds a part of the state decodes for nothing.
 _NEAR = 64
-_MOST_VIEWS = 1 << 14
+_MAX_VIEWS = 1 << 14
 
 
 class Block(NamedTuple):
@@ -80,7 +80,7 @@ class Block(NamedTuple):
         views = views_of(state)
         known = views.get(id(self))
         if known is None or known[0] is not self:
-            if len(views) > _MOST_VIEWS:
+            if len(views) > _MAX_VIEWS:
                 views.clear()
             # A state that computes its elements has no memory of its own. Reading it here would
             # compute them for nothing.

@@ -87,7 +87,7 @@ def code_blocks(
             for index in group:
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)
-                encoded, changes = encode_proved(
+                encoded, changes = encode_verified(
                     block,
                     before,
                     after,
@@ -112,7 +112,7 @@ def code_blocks(
         yield from groups
 
 
-def encode_proved(
+def encode_verified(
     block: Block,
     before: UIntArray,
     after: UIntArray,

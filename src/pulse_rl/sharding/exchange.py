@@ -18,7 +18,7 @@ from ..patch.tree import Leaves, tree_of
 from ..state.bits import UIntArray
 from ..state.digest import StateDigest
 from ..state.tensors import Segment, State
-from .layout import Box, Fragment, ShardedLayout, whole_leaves
+from .layout import ShardedLayout, SharedLeaf, SliceSpec, whole_leaves
 
 MIDSTATE_BYTES = 104
 _TOGETHER = 64
@@ -32,7 +32,7 @@ class _Chunk(NamedTuple):
 
     name: str
     targets: dict[int, Segment]
-    boxes: dict[int, Box]
+    boxes: dict[int, SliceSpec]
 
 
 class _Arrived(State):
@@ -133,7 +133,7 @@ def _chunks(layout: ShardedLayout) -> Iterator[_Chunk]:
             yield _Chunk(name, {rank: of[k] for rank, of in runs.items() if k < len(of)}, boxes)
 
 
-def _inside(box: Box, target: Segment) -> tuple[int, int]:
+def _inside(box: SliceSpec, target: Segment) -> tuple[int, int]:
     """The elements of the box that lie in the segment, by their numbers in the box."""
     return box.below(target.start), box.below(target.stop)
 
@@ -142,7 +142,7 @@ def _inside(box: Box, target: Segment) -> tuple[int, int]:
 
 
 def hash_shared(
-    leaves: Sequence[tuple[Fragment, ...]],
+    leaves: Sequence[tuple[SharedLeaf, ...]],
     ranks: RankGroup,
     elements: Callable[[Segment], UIntArray],
     threads: int | None,

@@ -19,7 +19,7 @@ from ..errors import StateMismatch
 from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES
 from ..state.tensors import DType, Empty, Segment, State, TensorSpec, dtype_of
-from ..sync.pending import Layout
+from ..sync.pending import PublishLayout
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
@@ -37,7 +37,7 @@ def union(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 @dataclass(frozen=True)
-class Box:
+class SliceSpec:
     """The elements of a tensor that one rank has: of each dimension some indices, in row-major
     order. ``of`` has the ranges of indices of each dimension, or of the flattened tensor's only
     one; ``shape`` is the whole tensor's.
@@ -51,11 +51,11 @@ class Box:
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> SliceSpec:
         return cls(tuple(((0, n),) if n else () for n in shape), shape)
 
     @classmethod
-    def range(cls, start: int, stop: int, shape: tuple[int, ...]) -> Box:
+    def range(cls, start: int, stop: int, shape: tuple[int, ...]) -> SliceSpec:
         """Elements [start, stop) of the flattened tensor."""
         return cls((((start, stop),) if start < stop else (),), shape)
 
@@ -116,7 +116,7 @@ class Box:
             return
         # Rectangles of the last dimension, in each of the rows that the outer dimensions have.
         here, columns = self.local_shape[-1], self.sizes[-1]
-        outer = Box(self.of[:-1], self.sizes[:-1])
+        outer = SliceSpec(self.of[:-1], self.sizes[:-1])
         # A part of a row, whole rows, and a part of a row.
         whole = min(-(-first // here) * here, last), max(last // here * here, first)
         for low, high in pairwise(sorted({first, *whole, last})):
@@ -183,7 +183,7 @@ class Box:
             inside &= of_this
         return inside, numbers[inside]
 
-    def meets(self, other: Box) -> bool:
+    def meets(self, other: SliceSpec) -> bool:
         """Whether the two have an element in common."""
         return all(
             any(a < d and c < b for a, b in mine for c, d in theirs)
@@ -210,12 +210,12 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Assembled:
     """A tensor of ``dtype`` as its ``parts``, each a box and what its elements are read of; all
     others are 0."""
 
     dtype: DType
-    parts: Sequence[tuple[Box, Callable[[int, int], UIntArray]]]
+    parts: Sequence[tuple[SliceSpec, Callable[[int, int], UIntArray]]]
 
     def read(self, start: int, stop: int) -> UIntArray:
         found = np.zeros(stop - start, self.dtype.uint)
@@ -226,16 +226,16 @@ class Spread:
         return found
 
 
-class Held(NamedTuple):
+class RankTensor(NamedTuple):
     """What a rank has of the tensor ``spec``. Names with one ``storage`` are tied on this rank;
     None tells nothing, because the rank has no element of it."""
 
     spec: TensorSpec
-    box: Box
+    box: SliceSpec
     storage: int | None
 
 
-class Fragment(NamedTuple):
+class SharedLeaf(NamedTuple):
     """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
 
     rank: int
@@ -244,7 +244,7 @@ class Fragment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedLayout(Layout):
+class ShardedLayout(PublishLayout):
     """Who of several ranks publishes what.
 
     ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
@@ -254,8 +254,8 @@ class ShardedLayout(Layout):
     """
 
     published: dict[str, dict[int, Segment]] = field(default_factory=dict)
-    moved: dict[str, dict[int, Box]] = field(default_factory=dict)
-    shared: dict[int, tuple[Fragment, ...]] = field(default_factory=dict)
+    moved: dict[str, dict[int, SliceSpec]] = field(default_factory=dict)
+    shared: dict[int, tuple[SharedLeaf, ...]] = field(default_factory=dict)
     shares: int = 0
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
@@ -316,14 +316,16 @@ class SlicedState(State):
         return self._source._is_view(name)
 
 
-def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> ShardedLayout:
+def make_layout(
+    ranks: Sequence[Sequence[RankTensor]], known: Collection[str] = ()
+) -> ShardedLayout:
     """The layout of the state of which ``ranks`` have what they say, in the order of their names.
 
     Of several ranks with the same slice the lowest publishes it. ``known``: the names under which
     the version before stores its tensors; a tied tensor keeps its name. Raises StateMismatch where
     the ranks disagree, or do not have each element once.
     """
-    holders: dict[str, dict[int, Held]] = {}
+    holders: dict[str, dict[int, RankTensor]] = {}
     for rank, tensors in enumerate(ranks):
         for held in tensors:
             holders.setdefault(held.spec.name, {})[rank] = held
@@ -357,7 +359,7 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         (next(iter(holders[name].values())).spec for name in names), key=lambda s: s.name.encode()
     )
     published: dict[str, dict[int, Segment]] = {}
-    moved: dict[str, dict[int, Box]] = {}
+    moved: dict[str, dict[int, SliceSpec]] = {}
     for spec in specs:
         boxes = _first_replicas({rank: held.box for rank, held in holders[spec.name].items()})
         published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
@@ -370,17 +372,17 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
     return ShardedLayout(tuple(specs), aliases, digest, published, moved, of_shared, len(shared))
 
 
-def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
+def _first_replicas(boxes: dict[int, SliceSpec]) -> dict[int, SliceSpec]:
     """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
     empty tensor."""
-    first: dict[Box, int] = {}
+    first: dict[SliceSpec, int] = {}
     for rank, box in boxes.items():
         if box.elements or (not math.prod(box.shape) and not first):
             first.setdefault(box, rank)
     return {rank: box for box, rank in first.items()}
 
 
-def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
+def _as_they_are(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment]:
     """The boxes as segments in the order of their places; {} if one is no segment. Raises
     StateMismatch."""
     ranges = [(rank, box.flat()) for rank, box in boxes.items()]
@@ -401,7 +403,7 @@ def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
     return ordered
 
 
-def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
+def _in_rows(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment]:
     """The same ranks with equal numbers of rows of the last dimension, the rank with the first
     element first. Raises StateMismatch."""
     items = list(boxes.items())
@@ -429,21 +431,23 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
 
 def _shared_leaves(
     specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]
-) -> list[tuple[Fragment, ...]]:
+) -> list[tuple[SharedLeaf, ...]]:
     """The leaves of which several ranks publish a piece, as their fragments in order."""
-    found: list[tuple[Fragment, ...]] = []
+    found: list[tuple[SharedLeaf, ...]] = []
     for spec in specs:
         of = published[spec.name]
         if len(of) < 2:
             continue
-        width, leaves = spec.dtype.width, dict[int, list[Fragment]]()
+        width, leaves = spec.dtype.width, dict[int, list[SharedLeaf]]()
         for rank, segment in of.items():
             # Only the first and the last leaf of a segment can reach into another one.
             ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
             for leaf in sorted(ends):
                 start = max(segment.start, leaf * LEAF_BYTES // width)
                 stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
-                leaves.setdefault(leaf, []).append(Fragment(rank, leaf, Segment(spec, start, stop)))
+                leaves.setdefault(leaf, []).append(
+                    SharedLeaf(rank, leaf, Segment(spec, start, stop))
+                )
         found += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
     return found
 
@@ -468,17 +472,17 @@ _HINT = (
 )
 
 
-def held_to_bytes(held: Sequence[Held]) -> bytes:
+def held_to_bytes(held: Sequence[RankTensor]) -> bytes:
     """What a rank has."""
     return _to_message([(*_of_spec(of.spec), of.box.of, of.storage) for of in held])
 
 
-def held_from_bytes(message: bytes) -> list[Held]:
+def held_from_bytes(message: bytes) -> list[RankTensor]:
     """What `held_to_bytes` said."""
     found = []
     for name, dtype, shape, of, storage in json.loads(message):
         spec = _to_spec(name, dtype, shape)
-        found.append(Held(spec, _to_box(of, spec), storage))
+        found.append(RankTensor(spec, _to_box(of, spec), storage))
     return found
 
 
@@ -516,7 +520,7 @@ def layout_from_bytes(message: bytes) -> ShardedLayout:
             for name, boxes in moved.items()
         },
         {
-            k: tuple(Fragment(rank, leaf, Segment(specs[name], *place)) for rank, *place in of)
+            k: tuple(SharedLeaf(rank, leaf, Segment(specs[name], *place)) for rank, *place in of)
             for k, name, leaf, of in shared
         },
         shares,
@@ -539,5 +543,5 @@ def _to_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:
     return TensorSpec(name, dtype_of(dtype), tuple(shape))
 
 
-def _to_box(of: list[list[list[int]]], spec: TensorSpec) -> Box:
-    return Box(tuple(tuple((start, stop) for start, stop in runs) for runs in of), spec.shape)
+def _to_box(of: list[list[list[int]]], spec: TensorSpec) -> SliceSpec:
+    return SliceSpec(tuple(tuple((start, stop) for start, stop in runs) for runs in of), spec.shape)

@@ -21,7 +21,7 @@ from ..quantize.states import KEPT_KEYS, QuantizedState, cast_tensor, config_of
 from ..state.bits import UIntArray
 from ..state.tensors import Readable, State, TensorSpec, stored_tensor
 from ..sync.request import LocalState
-from .layout import Box, Runs, Spread
+from .layout import Assembled, Runs, SliceSpec
 
 Blocks = npt.NDArray[np.int64]
 
@@ -43,14 +43,14 @@ def quantized(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
         for s in source.specs
     )
     seen = {
-        s.name: Spread(s.dtype, [(boxes[s.name], partial(source.read, s.name))])
+        s.name: Assembled(s.dtype, [(boxes[s.name], partial(source.read, s.name))])
         if s.name in boxes
         else stored_tensor(source, s.name)
         for s in specs
     }
     made = QuantizedState(State(specs, seen, source.aliases), local.quantize, local.dtype)
     shared: dict[str, tuple[Shared, Blocks]] = {}
-    parts: dict[str, Box] = {}
+    parts: dict[str, SliceSpec] = {}
     data: dict[str, Readable | UIntArray] = {}
     for name, become in made.made.items():
         box = boxes.get(name)
@@ -114,7 +114,9 @@ def agree(
     return local._replace(config=config)
 
 
-def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ...]) -> Box:
+def _scaled_down(
+    box: SliceSpec, name: str, per: tuple[int, int], shape: tuple[int, ...]
+) -> SliceSpec:
     """Which elements of a tensor of ``shape`` a rank has that has ``box`` of the weight: those
     whose block of ``per`` rows and columns begins in it. Raises InputError where a group of a row
     is cut."""
@@ -122,21 +124,21 @@ def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ..
     if per == (1, 1):
         return box
     if per == (0, 0):
-        matrices = Box.whole(box.shape).of[-2:]
+        matrices = SliceSpec.whole(box.shape).of[-2:]
         if box.of[-2:] != matrices or len(box.of) != len(box.shape):
             raise InputError(
                 f"a rank has a part of a matrix of {name!r}, which is stored transposed",
                 hint="Cut between experts only, or gather and use a Publisher.",
             )
-        return Box((*box.of[:-2], *Box.whole(shape).of[len(box.of) - 2 :]), shape)
+        return SliceSpec((*box.of[:-2], *SliceSpec.whole(shape).of[len(box.of) - 2 :]), shape)
     if len(box.of) == len(box.shape):
         cut = rows == 1 and any(low % columns or high % columns for low, high in box.of[-1])
         of = (*box.of[:-2], _fewer(box.of[-2], rows), _fewer(box.of[-1], columns))
-        found = Box(of, shape)
+        found = SliceSpec(of, shape)
     else:
         ((low, high),) = box.of[0] or ((0, 0),)
         cut = rows == 1 and bool(low % columns or high % columns)
-        found = Box.range(_begun(low, box.shape, per), _begun(high, box.shape, per), shape)
+        found = SliceSpec.range(_begun(low, box.shape, per), _begun(high, box.shape, per), shape)
     if cut:
         raise InputError(
             f"a rank has a part of a group of {columns} elements of {name!r}",
@@ -161,12 +163,12 @@ def _begun(place: int, shape: tuple[int, ...], per: tuple[int, int]) -> int:
     return matrix * bands * across + within
 
 
-def _crossing(box: Box, per: tuple[int, int]) -> Blocks:
+def _crossing(box: SliceSpec, per: tuple[int, int]) -> Blocks:
     """The blocks of a weight of which ``box`` has some elements, but perhaps not all."""
     *leading, rows, columns = box.shape
     bands, across = -(-rows // per[0]), -(-columns // per[1])
     if len(box.of) == len(box.shape):
-        outer = Box(box.of[:-2], tuple(leading))
+        outer = SliceSpec(box.of[:-2], tuple(leading))
         matrices: Blocks = outer.take(np.arange, 0, outer.elements)
         (high, cut_high), (wide, cut_wide) = (
             _blocks(runs, size, step)

@@ -21,17 +21,17 @@ from ..quantize.formats import Shared
 from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Manifest
 from ..sync.host_state import HostState
-from ..sync.pending import Baseline, Layout, PublishState
+from ..sync.pending import Baseline, PublishLayout, PublishState
 from ..sync.rank import RankPublisher
 from ..sync.request import LocalState, PublishRequest
 from .baseline import restore_baseline
 from .exchange import ColumnExchange, gather_tree, hash_shared
 from .layout import (
-    Box,
-    Fragment,
-    Held,
+    RankTensor,
     ShardedLayout,
+    SharedLeaf,
     SlicedState,
+    SliceSpec,
     held_from_bytes,
     held_to_bytes,
     layout_from_bytes,
@@ -81,7 +81,7 @@ class ShardedRank(RankPublisher):
         super().forget()
         self._held_digests, self._held, self._layout = None, [], None
 
-    def _meet(
+    def _agree_arguments(
         self, request: PublishRequest, number: int, submission: Submission | None
     ) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they were called with,
@@ -188,7 +188,7 @@ class ShardedRank(RankPublisher):
 
     @contextmanager
     def _new_elements(
-        self, layout: Layout, local: State, blocks: Sequence[Block]
+        self, layout: PublishLayout, local: State, blocks: Sequence[Block]
     ) -> Iterator[Iterator[tuple[range, State]]]:
         """Columns are moved to rows while rows are coded: a task waits for its window, and no rank
         holds a whole tensor."""
@@ -232,28 +232,28 @@ class ShardedRank(RankPublisher):
             state.tree = gather_tree(layout, ranks, state.leaves)
 
     def _restored(
-        self, layout: Layout | None, head: Manifest, host: HostState
+        self, layout: PublishLayout | None, head: Manifest, host: HostState
     ) -> tuple[Baseline | None, str]:
         assert isinstance(layout, ShardedLayout)
         found = restore_baseline(self._stream, self._ranks, layout, head, threads=self._threads)
         return (found, "") if isinstance(found, Baseline) else (None, found)
 
 
-def _is_changed(state: PublishState, fragment: Fragment) -> bool:
+def _is_changed(state: PublishState, fragment: SharedLeaf) -> bool:
     """Whether an element of it is another than in the base; without one, yes."""
     return state.base is None or state.changes_in(fragment.segment) is not None
 
 
-def _held(local: LocalState) -> list[Held]:
+def _held(local: LocalState) -> list[RankTensor]:
     """What the elements of ``local`` are, for the other ranks: the stored tensors first, then the
     other names of tied ones."""
     state, found = local.state, []
     storages = {spec.name: k for k, spec in enumerate(state.specs)}
     for name in [*storages, *state.aliases]:
         spec = state.spec(name)
-        box = local.boxes.get(name) or Box.whole(spec.shape)
+        box = local.boxes.get(name) or SliceSpec.whole(spec.shape)
         storage = storages[state.aliases.get(name, name)] if spec.elements else None
-        found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
+        found.append(RankTensor(TensorSpec(name, spec.dtype, box.shape), box, storage))
     return found
 
 

@@ -110,7 +110,7 @@ class Claims:
         self._trusted = trusted
         self._unreadable = UnreadableObjects()
 
-    def take(self, publisher: str, stream_id: str, above: int, *, born: bool) -> int:
+    def acquire(self, publisher: str, stream_id: str, above: int, *, born: bool) -> int:
         """Claim the first free epoch after ``above`` and after all claims that count; return it.
 
         Older publishers then stop. Until the stream is ``born`` its ID is not settled, so claims to
@@ -150,7 +150,7 @@ class Claims:
         newest = self._first(sorted(listed, reverse=True), listed, "")
         return newest.stream_id if newest else ""
 
-    def after(self, epoch: int, publisher: str, stream_id: str) -> int | None:
+    def superseded_by(self, epoch: int, publisher: str, stream_id: str) -> int | None:
         """An epoch after ``epoch`` that another publisher has claimed; None if there is none.
 
         It costs one listing if there is no such claim. Claims of ``publisher`` itself do not count:

@@ -19,7 +19,7 @@ from .._util.serial import shield
 from .._util.threads import default_threads, ordered_map
 from ..errors import ChainGap, InputError, PublisherConflict, StoreError
 from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
-from ..history import Note
+from ..history import RankReport
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..store.base import UNREADABLE
@@ -316,7 +316,9 @@ class Committer:
 
     def _require_newest(self) -> None:
         """Raise PublisherConflict if another publisher has claimed the stream since."""
-        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
+        newer = self._stream.claims.superseded_by(
+            self.epoch, self.publisher, self._stream.stream_id or ""
+        )
         if newer:
             self._refuse(
                 f"another publisher has taken over {self._stream.name!r} with epoch {newer}"
@@ -350,7 +352,7 @@ class Committer:
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)
-        self.epoch = self._stream.claims.take(
+        self.epoch = self._stream.claims.acquire(
             self.publisher, self.stream_id, above, born=bool(self._stream.stream_id)
         )
         self._claimed_as = self.stream_id
@@ -456,7 +458,7 @@ class Stored(NamedTuple):
     parts: list[Payload]
     shards: list[Payload]
     changed: int
-    note: Note
+    note: RankReport
 
     def to_message(self) -> bytes:
         payloads = [[[p.sha256, p.bytes] for p in some] for some in (self.parts, self.shards)]
@@ -466,7 +468,7 @@ class Stored(NamedTuple):
     def from_message(cls, message: bytes) -> Stored:
         parts, shards, changed, note = json.loads(message)
         return cls(
-            [Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, Note(*note)
+            [Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, RankReport(*note)
         )
 
 

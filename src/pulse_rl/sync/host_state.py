@@ -368,7 +368,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     is_first = follower is host and not over_anchor
                     if is_first and host.recover(doubted=True):
                         pass  # the disk has changed the state: the link may be good
-                    elif is_first and _is_astray(host, stream, error):
+                    elif is_first and _base_diverged(host, stream, error):
                         over_anchor = True
                         # The cached manifests have the same numbers as the new ones, but are of the
                         # deleted versions.
@@ -390,7 +390,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     return timer.seconds
 
 
-def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
+def _base_diverged(host: HostState, stream: Stream, error: PulseError) -> bool:
     """Whether the store has another state under the host's version.
 
     This happens if manifests were deleted and a publisher that never saw them used their numbers

@@ -33,7 +33,7 @@ NO_SMALLER = "anchor: a patch would have"
 
 
 @dataclass(frozen=True)
-class Layout:
+class PublishLayout:
     """The tensors ``specs`` of a version in name order, and the ``aliases`` of tied ones.
 
     A single process publishes all of each tensor; a subclass says which rank publishes what.
@@ -64,7 +64,7 @@ class Layout:
         return True
 
 
-def difference(old: Layout, new: Layout) -> str:
+def difference(old: PublishLayout, new: PublishLayout) -> str:
     """Why no patch leads from ``old`` to ``new``; "" if one does."""
     if old.specs != new.specs:
         # A tensor that became tied or untied explains a missing name better than the name itself.
@@ -93,7 +93,7 @@ class Baseline(NamedTuple):
 
     version: int
     root: str
-    layout: Layout
+    layout: PublishLayout
     segments: tuple[Segment, ...]
     blocks: tuple[Block, ...]
     state: State
@@ -129,7 +129,7 @@ class PublishState:
         patch_bytes: Bytes of the patches of all ranks.
     """
 
-    layout: Layout
+    layout: PublishLayout
     segments: tuple[Segment, ...]
     blocks: tuple[Block, ...]
     state: State
@@ -230,7 +230,7 @@ class PublishState:
 
 
 def make_pending(
-    layout: Layout,
+    layout: PublishLayout,
     segments: tuple[Segment, ...],
     blocks: tuple[Block, ...],
     tasks: Iterable[tuple[range, State]],

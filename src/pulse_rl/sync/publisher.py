@@ -25,7 +25,7 @@ from ..events import (
     checked_listener,
     failures_to,
     fell_back,
-    one_at_a_time,
+    serialized,
 )
 from ..state.cast import DTypeLike
 from ..state.tensors import StateSource
@@ -72,7 +72,7 @@ class PublisherSettings:
         keys = keys_of(self.signer, trusted)
         object.__setattr__(self, "keys", None if keys is None else frozenset(keys))
         checked_threads(self.threads)
-        listener = one_at_a_time(checked_listener(self.on_event))
+        listener = serialized(checked_listener(self.on_event))
         object.__setattr__(self, "on_event", listener)
 
     def shared(self) -> dict[str, Any]:

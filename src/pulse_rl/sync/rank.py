@@ -29,7 +29,7 @@ from ..events import (
     progress_to,
 )
 from ..hints import Notices
-from ..history import HistoryPolicy, Note
+from ..history import HistoryPolicy, RankReport
 from ..patch.blocks import Block, cut
 from ..patch.tree import hashed_together, numbered_leaves, tree_of
 from ..state.tensors import Segment, State
@@ -52,7 +52,7 @@ from .host_state import HostState, catch_up
 from .pending import (
     NO_SMALLER,
     Baseline,
-    Layout,
+    PublishLayout,
     PublishState,
     difference,
     make_pending,
@@ -159,7 +159,7 @@ class RankPublisher:
             self.retention.committed(manifest)
         published = published_as(manifest, timer, state.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, state, local.source, local.mixed)
+        self._notices.check_published(manifest.version, state, local.source, local.mixed)
         # The memory became the baseline: as an anchor, or because it equals the head of a publisher
         # that starts again.
         return published, local.owned and state.state is local.source
@@ -173,7 +173,7 @@ class RankPublisher:
     ) -> tuple[Manifest, PublishState, LocalState]:
         """Commit the next version; return its manifest, and what it was made of."""
         # Agree with all ranks on the call, and on what each of them has of the state.
-        local = self._meet(request, number, submission)
+        local = self._agree_arguments(request, number, submission)
         if request.files and local.config:
             from ..follow.companions import of_quantized
 
@@ -251,7 +251,7 @@ class RankPublisher:
 
     # -- what several ranks do in another way
 
-    def _meet(
+    def _agree_arguments(
         self, request: PublishRequest, number: int, submission: Submission | None
     ) -> LocalState:
         """Wait for this rank's part of the state."""
@@ -262,14 +262,14 @@ class RankPublisher:
             submission.set_running_or_notify_cancel()
         return local
 
-    def _layout_of(self, local: LocalState, known: frozenset[str]) -> Layout:
+    def _layout_of(self, local: LocalState, known: frozenset[str]) -> PublishLayout:
         """Which rank publishes what. Tied tensors are stored under the names that are ``known``."""
         state = local.state.stored_as(known)
-        return Layout(state.specs, state.aliases)
+        return PublishLayout(state.specs, state.aliases)
 
     @contextmanager
     def _new_elements(
-        self, layout: Layout, local: State, blocks: Sequence[Block]
+        self, layout: PublishLayout, local: State, blocks: Sequence[Block]
     ) -> Iterator[Iterator[tuple[range, State]]]:
         """Groups of ``blocks`` that are hashed at once, each with a state that has their new
         elements."""
@@ -286,7 +286,7 @@ class RankPublisher:
         state.tree = tree_of(state.layout.specs, state.leaves)
 
     def _restored(
-        self, layout: Layout | None, head: Manifest, host: HostState
+        self, layout: PublishLayout | None, head: Manifest, host: HostState
     ) -> tuple[Baseline | None, str]:
         """Restore the baseline at the ``head`` from the store.
 
@@ -296,7 +296,7 @@ class RankPublisher:
             catch_up(host, self._stream, head.version)
         except (ChainGap, *UNREADABLE) as error:
             return None, str(error)
-        layout = Layout(host.state.specs, host.state.aliases)
+        layout = PublishLayout(host.state.specs, host.state.aliases)
         blocks = cut(layout.specs)
         return Baseline(
             head.version,
@@ -439,7 +439,7 @@ class RankPublisher:
     def _compared(
         self,
         local: LocalState,
-        layout: Layout,
+        layout: PublishLayout,
         base: Baseline | None,
         reason: str,
         stored: bool,
@@ -496,7 +496,7 @@ class RankPublisher:
 
     def _store(self, state: PublishState, with_anchor: bool, version: int) -> Stored:
         """Store this rank's parts of the version with this number."""
-        parts, shards, note = [], [], Note()
+        parts, shards, note = [], [], RankReport()
         if state.layout.has_file(self._ranks.rank):
             if state.base:
                 parts.append(store_patch(self._stream, state.file()))

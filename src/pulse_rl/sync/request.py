@@ -17,7 +17,7 @@ from ..state.tensors import DType, State, StateSource, await_devices
 
 if TYPE_CHECKING:
     from ..quantize.states import Quantize
-    from ..sharding.layout import Box
+    from ..sharding.layout import SliceSpec
     from ..submit import Snapshot
 
 Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
@@ -37,7 +37,7 @@ class LocalState(NamedTuple):
 
     source: State
     dtype: DType | None = None
-    boxes: Mapping[str, Box] = {}
+    boxes: Mapping[str, SliceSpec] = {}
     owned: bool = False
     quantize: Quantize | None = None
     config: Mapping[str, Any] | None = None

@@ -15,7 +15,7 @@ from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
-from ..hints import Absence
+from ..hints import EmptyStreamHint
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, StateSource
 from ..store import Store, open_stores
@@ -115,7 +115,7 @@ class Subscriber(Closing, NotCopyable):
         from ..follow.failover import Failover
 
         self._failover = Failover(streams, on_event)
-        self._absence = Absence(opened[-1], stream, on_event)
+        self._absence = EmptyStreamHint(opened[-1], stream, on_event)
         self._pinned = stream_id is not None
         self._allow_recreated = False
         self._serial = SerialThread("Subscriber", self._idle_seconds)
@@ -437,7 +437,7 @@ class Subscriber(Closing, NotCopyable):
             phases = self._failover.reach(host, target)
         host = self._host  # a new one if the stream was recreated
         if host.version is None:
-            self._absence.seen()
+            self._absence.poll()
         if (
             host.version is None
             or (target is not None and target != host.version)

@@ -269,7 +269,7 @@ def interrupted(trainer: Trainer) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = LocalStore(trainer.folder / "store")
     model = sharded(trainer, trainer.size, 0)
-    encode = build_module.encode_proved
+    encode = build_module.encode_verified
 
     def interrupt(*arguments: Any, **options: Any) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -282,7 +282,7 @@ def interrupted(trainer: Trainer) -> None:
         publisher.publish(model.state_dict())
         step(model.state_dict(), 1)
         if trainer.rank == 1:
-            build_module.encode_proved = interrupt
+            build_module.encode_verified = interrupt
         expected = (
             (StreamError, "rank 1 failed: Stopped")
             if trainer.rank == 0
@@ -290,7 +290,7 @@ def interrupted(trainer: Trainer) -> None:
         )
         with pytest.raises(expected[0], match=expected[1]):
             publisher.publish(model.state_dict())
-        build_module.encode_proved = encode
+        build_module.encode_verified = encode
         published = publisher.publish(model.state_dict())
         assert (published.version, bool(published.changed)) == (1, True)
         require_equal(followed(store), gathered(model.state_dict()), published)
