@@ -139,7 +139,7 @@ def test_ten_steps_of_a_sharded_tree_reach_torch_and_jax(mesh: Mesh, donate: boo
         assert not update.full
 
 
-def test_flax_modules_have_names_and_no_copies(store: MemoryStore) -> None:
+def test_flax_modules_have_names_and_no_copies() -> None:
     dense = linen.Dense(4, param_dtype=jnp.bfloat16).init(jax.random.key(0), jnp.ones((2, 3)))
     assert weights(dense).names == ["params.bias", "params.kernel"]
 
@@ -156,6 +156,7 @@ def test_flax_modules_have_names_and_no_copies(store: MemoryStore) -> None:
     assert read.ctypes.data == kernel.unsafe_buffer_pointer()
     with pytest.raises(UnsupportedTensor, match="key"):
         weights(nnx.state(model))
+    store = MemoryStore()
     with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
         publisher.publish(weights(jax.tree.map(lambda leaf: leaf + 1, state)))
         update = present(worker.sync())

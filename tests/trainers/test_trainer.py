@@ -78,11 +78,12 @@ def reported(folder: Path) -> dict[str, list[float]]:
 
 
 def test_our_figures_are_reported_as_the_trainers_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: MemoryStore
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reporters come before a user's callbacks, and had reported the log before ours were added."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trained(tmp_path, PulseCallback(store, stream="policy", replace=False), report_to="tensorboard")
+    callback = PulseCallback(MemoryStore(), stream="policy", replace=False)
+    trained(tmp_path, callback, report_to="tensorboard")
     shown = reported(tmp_path / "board")
     assert {
         "train/loss",
@@ -94,9 +95,10 @@ def test_our_figures_are_reported_as_the_trainers_are(
 
 
 def test_two_callbacks_have_figures_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: MemoryStore
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    store = MemoryStore()
     half, full = (
         PulseCallback(store, stream=name, dtype=dtype)
         for name, dtype in (("half", "BF16"), ("full", None))
