@@ -196,8 +196,8 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing(store: MemoryStore
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_closes_reads_heads_alone(overlap: int, line: FaultyStore) -> None:
-    store, read = MemoryStore(), Counter[str]()
+def test_who_closes_reads_heads_alone(overlap: int, store: MemoryStore, line: FaultyStore) -> None:
+    read = Counter[str]()
 
     def arrives(name: str, data: bytes) -> bytes:
         read[name] += len(data)
