@@ -175,7 +175,7 @@ def version_options() -> argparse.ArgumentParser:
         "publish codes and scales in place of weights: {formats}, or the config.json of a "
         "quantized model, whose quantization_config says how and what is left out",
     )
-    text = "store the whole state, too, for newcomers to start from"
+    text = "store the whole state, too, for new workers to start from"
     version.add_argument("--anchor", action="store_true", help=text)
     beside = version.add_mutually_exclusive_group()
     beside.add_argument(
@@ -239,7 +239,7 @@ def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
 
 
 def anchor(args: argparse.Namespace, console: Console) -> None:
-    """Publish the newest version once more, whole, for newcomers to start from.
+    """Publish the newest version once more, whole, for new workers to start from.
 
     pulse anchor s3://bucket/run --stream policy
     """
