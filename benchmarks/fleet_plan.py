@@ -48,8 +48,8 @@ from pulse_rl.study.plan import (
     transfer_seconds,
 )
 
+#: All workers fetch from the origin; or from a relay's store in their region.
 WAYS = ("direct", "relays")
-"""All workers fetch from the origin; or from a relay's store in their region."""
 
 _DAY = 86400
 _MOST = 1 << 20

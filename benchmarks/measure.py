@@ -19,8 +19,8 @@ from pulse_rl.patch.build import code_blocks
 from pulse_rl.state.tensors import Bits, State
 from pulse_rl.sync import pending
 
+#: BF16 bit patterns, uint16, by name.
 Mapping16 = dict[str, np.ndarray]
-"""BF16 bit patterns, uint16, by name."""
 
 
 def state_of(tensors: Mapping16) -> State:

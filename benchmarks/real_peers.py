@@ -415,10 +415,10 @@ class Rsync(PatchFrom):
         pass
 
 
+# In a process: in the first much is done for the first time.
 _ROUNDS = 2
-"""In a process: in the first much is done for the first time."""
+# Of the process's files, in memory where there is a file system in memory.
 _FOLDER = Path()
-"""Of the process's files, in memory where there is a file system in memory."""
 
 
 def _checkout(variable: str) -> Path:

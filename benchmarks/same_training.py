@@ -63,14 +63,14 @@ ENVIRONMENT |= {
 }
 ENVIRONMENT |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 ENVIRONMENT |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+#: Of both engines. On a CPU vLLM packs weights, and then computes with the packed copies alone:
+#: with the backend ``pulse`` it keeps them plain, without which TRL's own sync would change
+#: nothing.
 ENGINE = {
     "max_model_len": 128,
     "enforce_eager": True,
     "weight_transfer_config": {"backend": "pulse"},
 }
-"""Of both engines. On a CPU vLLM packs weights, and then computes with the packed copies alone:
-with the backend ``pulse`` it keeps them plain, without which TRL's own sync would change
-nothing."""
 
 
 def main(words: list[str] | None = None) -> None:

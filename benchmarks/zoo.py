@@ -27,9 +27,9 @@ import pulse_rl
 from pulse_rl.errors import PulseError
 
 SCALE = 0.06
+#: Of which the fifth and the eighth change most of the weights; before the last one the engine
+#: forgets its version.
 UPDATES = 10
-"""Of which the fifth and the eighth change most of the weights; before the last one the engine
-forgets its version."""
 
 _SMALL = {
     "vocab_size": 512,
@@ -148,6 +148,7 @@ FAMILIES: dict[str, Config] = {
         **options,
     ),
 }
+#: Families of which tied models are not made.
 UNTIED_ONLY = {
     "Qwen3-MoE",
     "Mixtral",
@@ -158,9 +159,8 @@ UNTIED_ONLY = {
     "Phi 3",
     "Qwen2.5-VL",
 }
-"""Families of which tied models are not made."""
+#: Families of which vLLM takes no head of their own.
 TIED_ONLY = {"Gemma 2", "Gemma 3"}
-"""Families of which vLLM takes no head of their own."""
 
 
 class Trained:

@@ -14,8 +14,8 @@ from tests.support.manifests import show_next
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 OLD_ROOT = "8c280e6a5c57ce63481fba1f388f9b0092e4da04a46d4b1d328a56c0e4c607f6"
 NEW_ROOT = "bfb230d12315f933e5762c1d341fca7ddea1c5127dcd67dc5cfcd946bbce0381"
+#: The public key of 32 zero bytes.
 KEY = "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
-"""The public key of 32 zero bytes."""
 
 
 def stored() -> MemoryStore:

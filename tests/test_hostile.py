@@ -26,10 +26,10 @@ from tests.support.states import LIMIT_MEMORY, run_python, taken
 
 CORPUS = Path(__file__).parent / "hostile"
 
+#: What all files of a kind together may allocate. Patches: twice the cap of a header (128 MiB
+#: plain, decoded and joined), and some for Python's own pools. A file that gets what it claims
+#: needs a thousand times more.
 SPARE_BYTES = {"patch": 448 << 20, "safetensors": 64 << 20, "json": 64 << 20}
-"""What all files of a kind together may allocate. Patches: twice the cap of a header (128 MiB
-plain, decoded and joined), and some for Python's own pools. A file that gets what it claims needs a
-thousand times more."""
 
 
 def files(kind: str) -> list[Path]:

@@ -19,8 +19,8 @@ from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow
 
+#: Files of `pulse_rl` that each of these may enter.
 MAX_FILES = {"publish": 30, "sync": 22, "round": 16, "store round": 18, "pause": 9}
-"""Files of `pulse_rl` that each of these may enter."""
 
 
 def check(name: str, files: set[str]) -> None:

@@ -19,13 +19,13 @@ from tests.support.framework_stubs import BASES, integration
 from tests.support.states import run_python
 from tests.test_shape import CORE
 
+#: Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make
+#: test-trainers`).
 ELSEWHERE = {
     "pulse_rl.engines.vllm.engine",
     "pulse_rl.engines.vllm.trainer",
     "pulse_rl.frameworks.scatter_kernel",
 }
-"""Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make
-test-trainers`)."""
 
 
 def modules() -> Iterator[str]:

@@ -28,6 +28,8 @@ from tests.support.framework_stubs import BASES, integration
 
 pytestmark = pytest.mark.slow  # it imports all frameworks
 LIST = Path(__file__).parent / "public_api.txt"
+#: Whatever their ``__all__`` names is public, or without one the classes that they define, and
+#: nothing else is.
 MODULES = (
     "pulse_rl",
     "pulse_rl.errors",
@@ -52,12 +54,12 @@ MODULES = (
     "pulse_rl.study",
     "pulse_rl.testing",
 )
-"""Whatever their ``__all__`` names is public, or without one the classes that they define, and
-nothing else is."""
 
 MAX_NAMES, MAX_AT_THE_ROOT = 96, 28
 MAX_PARAMETERS, MAX_CONSTRUCTOR_PARAMETERS = 8, 10
 
+#: Types that users receive and never make, and those of keywords: documented in docs/reference, and
+#: not exported.
 HANDED_OUT = {
     "pulse_rl.engines.handle.EngineSync",
     "pulse_rl.engines.rollouts.Replay",
@@ -90,14 +92,12 @@ HANDED_OUT = {
     "pulse_rl.submit.Submission",
     "pulse_rl.sync.update.TensorUpdate",
 }
-"""Types that users receive and never make, and those of keywords: documented in docs/reference, and
-not exported."""
 
+#: Documented once, by the protocol `Store`.
 STORE_CALLS = ("put", "put_new", "get", "head", "list", "delete")
-"""Documented once, by the protocol `Store`."""
 
+#: Fields that the module docstring of `pulse_rl.events` explains for all events.
 SAME_EVERYWHERE = {"stream", "version", "base", "root", "seconds", "reason", "metadata"}
-"""Fields that the module docstring of `pulse_rl.events` explains for all events."""
 
 
 def exported_by(module: types.ModuleType) -> list[str]:

@@ -27,8 +27,8 @@ ELEMENTS = 1 << 20
 CHANGE_EVERY = 200
 MOST_SHARE = 0.02  # of a full state: what a patch may cost when 0.5% of the elements change
 
+#: Name → (safetensors dtype, array of its bits).
 Tensors = dict[str, tuple[str, npt.NDArray[Any]]]
-"""Name → (safetensors dtype, array of its bits)."""
 
 
 def states() -> tuple[Tensors, Tensors]:

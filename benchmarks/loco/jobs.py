@@ -14,8 +14,8 @@ PRETRAINED_RATES = (1e-6, 3e-6)
 # arithmetic task, on a seed that is in no table. DiLoCo's outer momentum makes its steps some seven
 # times as long: it wants a lower one.
 LR, LR_DDP = 3e-5, 1e-4
+#: The final reward and loss are means over so many last rounds.
 LAST = 5
-"""The final reward and loss are means over so many last rounds."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ class RoundRecord:
     root: str | None
 
 
+#: A sparse method's first round that counts: the residual fills for some rounds, and until then
+#: less is sent.
 STEADY_FROM = 6
-"""A sparse method's first round that counts: the residual fills for some rounds, and until then
-less is sent."""

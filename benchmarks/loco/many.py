@@ -34,8 +34,8 @@ from pulse_rl.loco.gate import GATE_SUMS_FROM
 from pulse_rl.loco.store_format import head_bytes
 from pulse_rl.loco.wire import WireName
 
+#: Of random inner steps, beside parameters of standard deviation 0.02.
 STEP = 4e-7
-"""Of random inner steps, beside parameters of standard deviation 0.02."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,16 @@ class Prices:
     leaving: float
 
 
+#: List prices without the free tiers, as published in 2025.
 PRICES = (Prices("S3, over the internet", 5.0, 0.4, 0.09), Prices("R2", 4.5, 0.36, 0.0))
-"""List prices without the free tiers, as published in 2025."""
 
+#: Of a message, a parameter, at lr 1e-6 and H = 8: docs/loco-guide.md, "Bits of a value".
 BYTES = {"FP32": 0.0504, "int2": 0.0151}
-"""Of a message, a parameter, at lr 1e-6 and H = 8: docs/loco-guide.md, "Bits of a value"."""
+#: Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many
+#: trainers".
 SUMS = 1.1
-"""Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many
-trainers"."""
+#: Of a trainer that waits for a minute, two requests each, half of them that write or list.
 LOOKS = 30
-"""Of a trainer that waits for a minute, two requests each, half of them that write or list."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Link:
     round_trip: float | None
 
 
+#: What trainers meet on, and fill residuals, where packets are carried.
 OPEN = Link(2e9, 0.0)
-"""What trainers meet on, and fill residuals, where packets are carried."""
 
 
 class TrainerProcesses:

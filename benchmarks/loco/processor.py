@@ -27,8 +27,8 @@ import torch.multiprocessing as mp
 from benchmarks.loco.many import STEP
 from pulse_rl.loco import Exchange, PulseLoCo, StoreExchange
 
+#: The first rounds fill residuals, and do not count.
 FIRST, ROUNDS = 3, 8
-"""The first rounds fill residuals, and do not count."""
 GLOO, FOLDER = "gloo", "folder"
 
 

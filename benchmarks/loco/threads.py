@@ -30,8 +30,8 @@ _MAX_NORM = 1.0
 
 Bytes = npt.NDArray[np.uint8]
 Masters = dict[str, torch.nn.Parameter]
+#: The loop of the trainer of a rank.
 MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], Ddp | OuterLoop]
-"""The loop of the trainer of a rank."""
 
 
 class ThreadedGroup(TrainerGroup):

@@ -23,8 +23,8 @@ from pulse_rl.events import FallbackUsed, Synced
 
 MODEL = "model.safetensors"
 STREAM, FULL = "policy", "full"
+#: Of a full sync.
 CONNECTIONS = 8
-"""Of a full sync."""
 
 
 class Weights:

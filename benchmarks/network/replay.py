@@ -25,9 +25,9 @@ from benchmarks.network.methods import Weights
 from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_bytes, ping, upload_rate
 from pulse_rl import State, Store
 
+#: The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would
+#: load torch).
 RUN = "lr1e-6"
-"""The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would
-load torch)."""
 
 
 _APART = 16  # steps between two copies

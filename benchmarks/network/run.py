@@ -27,8 +27,8 @@ BUCKET = "pulse"
 STORE_PORT = 5000
 THREADS = 1
 POLL_SECONDS = 0.02
+#: Between two looks of a follower: long enough for TCP to begin slowly again, as in use.
 LOOK_SECONDS = 0.5
-"""Between two looks of a follower: long enough for TCP to begin slowly again, as in use."""
 # A worker in the midst of a full sync does not hear that it is to stop.
 STOP_SECONDS = 5.0
 _PINGS = 15

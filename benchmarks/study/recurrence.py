@@ -38,6 +38,7 @@ from pulse_rl.patch.history import History, HistoryName, Records, Window
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DType, TensorSpec
 
+#: Ages in versions, first and last of each octave; the last one has no end.
 OCTAVES: tuple[tuple[int, int | None], ...] = (
     (1, 1),
     (2, 2),
@@ -47,13 +48,12 @@ OCTAVES: tuple[tuple[int, int | None], ...] = (
     (17, 32),
     (33, None),
 )
-"""Ages in versions, first and last of each octave; the last one has no end."""
 
+#: Classes of the age: 0 for elements that have not changed yet, then one for each octave.
 CLASSES = 1 + len(OCTAVES)
-"""Classes of the age: 0 for elements that have not changed yet, then one for each octave."""
 
+#: Directions of the last step.
 NEVER, DOWN, UP = range(3)
-"""Directions of the last step."""
 
 _OLDEST = 63
 _AGE, _LARGE, _UP = 4, 2, 1
@@ -232,11 +232,11 @@ class BlockRecurrence:
 
 
 SOON = 8
+#: Steps that are coded, of those that count: coding them twice takes most of a study's time.
 CODED = 8
-"""Steps that are coded, of those that count: coding them twice takes most of a study's time."""
 
+# Stands for the roots of versions, which change nothing of a history but its digest.
 _ROOT = "00" * 32
-"""Stands for the roots of versions, which change nothing of a history but its digest."""
 
 
 def first_step(last: int) -> int:

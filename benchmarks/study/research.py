@@ -27,8 +27,8 @@ from pulse_rl.state import bits
 from pulse_rl.state.tensors import DType
 from pulse_rl.study.tally import Pair
 
+# Stand for the roots of a patch header, whose size they do not change.
 _ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
-"""Stand for the roots of a patch header, whose size they do not change."""
 
 
 class Research:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 KS = (1, 2, 4, 8, 16, 32)
 WARMUP = 20
+#: Pairs whose older state is of this step or later count as steady: the warm-up and its peak are
+#: over.
 STEADY_FROM = 25
-"""Pairs whose older state is of this step or later count as steady: the warm-up and its peak are
-over."""
+#: With STEADY_FROM this gives nine pairs of k = 32.
 STEPS = 65
-"""With STEADY_FROM this gives nine pairs of k = 32."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from .links import cut, near, origin
 from .policies import warm_up
 from .settings import CUT, FIRST, HOMES, JOINING, KILLED, POLICIES, REGIONS, Settings
 
+#: Steps of the solver between two rows.
 EVERY = 5
-"""Steps of the solver between two rows."""
 
 
 class Fleet(Orchestrator):

@@ -18,8 +18,8 @@ from pulse_rl.store.base import joined
 from ..grpo.run import RunFolder
 from .settings import REGIONS
 
+# What a request and its answer take beside what they carry.
 _REQUEST_BYTES = 500
-"""What a request and its answer take beside what they carry."""
 _ROUND_TRIP_SECONDS = 0.04
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ..grpo.run import SavedSettings, option
 
 POLICIES = ("solver", "verifier")
+#: Bits per second of a region's link to the origin, shared by all that is in the region, in each
+#: direction.
 REGIONS = {"near": 50e6, "far": 10e6}
-"""Bits per second of a region's link to the origin, shared by all that is in the region, in each
-direction."""
 
 FIRST = {
     "worker-0": "near",

@@ -26,9 +26,8 @@ from .links import origin
 from .policies import Judged, advantages, loss_of
 from .settings import Settings
 
+#: No further full state in a run: whoever joins late, or was cut off, comes by patches.
 ANCHOR_RATIO = 100.0
-"""No further full state in a run: whoever joins late, or was cut off, comes by
-patches."""
 
 
 class Trainer:

@@ -25,9 +25,9 @@ from .settings import HOMES, POLICIES, Settings
 
 PATIENCE_SECONDS = 20.0
 PAUSE_SECONDS = 0.05
+#: Batches that a worker makes with one version at once; then it waits for the next one, and makes
+#: one now and then.
 A_VERSION = 2
-"""Batches that a worker makes with one version at once; then it waits for the next one, and makes
-one now and then."""
 NOW_AND_THEN_SECONDS = 3.0
 
 

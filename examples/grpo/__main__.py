@@ -27,8 +27,8 @@ from .run import (
 from .settings import Settings
 
 RESTARTS = 5
+#: Steps of which the mean reward is shown.
 AVERAGED = 20
-"""Steps of which the mean reward is shown."""
 
 
 class Run(Orchestrator):

@@ -43,8 +43,8 @@ def build_model(seed: int) -> PreTrainedModel:
 
 
 # Without instructions for it, BF16 arithmetic takes a CPU ten times as long as FP32.
+#: What the model computes in. The weights are the same BF16 values in either case.
 ARITHMETIC = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
-"""What the model computes in. The weights are the same BF16 values in either case."""
 
 
 def forward(model: PreTrainedModel, weights: dict[str, torch.Tensor], **inputs: Any) -> Any:

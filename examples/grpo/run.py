@@ -23,15 +23,14 @@ import pulse_rl
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+#: The name of the policy's stream in the store.
 STREAM = "policy"
-"""The name of the policy's stream in the store."""
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.2
+#: Longer than the 30 s that ``torchrun`` gives its processes to end.
 STOP_SECONDS = 40.0
-"""Longer than the 30 s that ``torchrun`` gives its processes to end."""
+#: Exit status of a process whose peers did not do their part, so that starting it again is no help.
 GAVE_UP = 4
-"""Exit status of a process whose peers did not do their part, so that starting it again is no
-help."""
 
 T = TypeVar("T")
 Event = dict[str, Any]

@@ -22,9 +22,9 @@ from .rollouts import Origin, Rollouts, put, put_report, waiting
 from .run import POLL_SECONDS, STREAM, Alarm, RunFolder, run_role
 from .settings import Settings
 
+#: Batches that may wait for the trainer before the worker pauses; more would only be older when
+#: they are used.
 AHEAD = 2
-"""Batches that may wait for the trainer before the worker pauses; more would only be older when
-they are used."""
 
 
 class Worker:

@@ -35,9 +35,9 @@ from ..grpo.run import (
     run_role,
 )
 
+#: After so many rounds b is killed, d joins, and b comes back. A run ends once both have been in so
+#: many again.
 KILLED, LATER, BACK = 6, 8, 11
-"""After so many rounds b is killed, d joins, and b comes back. A run ends once both have been in so
-many again."""
 AGAIN, MOST = 10, 1000
 STEP_SECONDS = 0.05
 END = "end.json"

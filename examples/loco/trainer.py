@@ -25,8 +25,8 @@ from ..grpo.rollouts import Inbox, Rollouts
 from ..grpo.run import STREAM, Alarm, Journal, RunFolder, run_role, wait_for
 from .settings import Settings
 
+#: Problems that tell the reward before the first round and after the last one.
 EVALUATED = 2048
-"""Problems that tell the reward before the first round and after the last one."""
 
 
 class Trainer:

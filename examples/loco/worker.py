@@ -12,9 +12,9 @@ from ..grpo.run import Alarm, RunFolder, run_role
 from ..grpo.worker import TorchWorker
 from .settings import Settings
 
+#: Batches for each trainer beyond what a round takes: what it begins with while the next version is
+#: on its way.
 AHEAD = 1
-"""Batches for each trainer beyond what a round takes: what it begins with while the next version is
-on its way."""
 
 
 def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:

@@ -33,8 +33,8 @@ __all__ = [
 
 _BAR_DELAY_SECONDS = 0.5
 
+#: The publisher's own data about a version (a training step, a reward), small and flat.
 Metadata = dict[str, str | int | float | bool]
-"""The publisher's own data about a version (a training step, a reward), small and flat."""
 
 _log = logging.getLogger("pulse_rl")
 
@@ -325,6 +325,7 @@ class Relayed(OneLine):
     seconds: float
 
 
+#: Everything that a listener can receive.
 Event = (
     Progress
     | Published
@@ -336,14 +337,12 @@ Event = (
     | Folded
     | Relayed
 )
-"""Everything that a listener can receive."""
 
+#: A callback for events.
+#:
+#: The thread that publishes or syncs calls it. Worker threads may call it too, with `Progress` and
+#: with the events of folds.
 Listener = Callable[[Event], None]
-"""A callback for events.
-
-The thread that publishes or syncs calls it. Worker threads may call it too, with `Progress` and
-with the events of folds.
-"""
 
 
 def checked_listener(listener: Any) -> Listener | None:

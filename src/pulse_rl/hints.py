@@ -16,9 +16,9 @@ from .store.local import LocalStore
 from .sync.pending import NO_SMALLER, PublishState
 
 _WIDE = 0.5
+# RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up
+# three times that.
 _DENSE = 0.2
-"""RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up
-three times that."""
 _PATIENT_SECONDS = 1.0
 _SHOWN_STREAMS = 10
 MAX_STREAMS = 10_000

@@ -334,8 +334,8 @@ def test_gaps_that_lead_outside_are_refused(gaps: list[int]) -> None:
         )
 
 
+#: A complete zstd header of 13 bytes in one segment, whose content size is 2^50.
 HUGE_FRAME = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
-"""A complete zstd header of 13 bytes in one segment, whose content size is 2^50."""
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.support.trainers import printed
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
+#: Pages whose examples are run here, all of a page in one namespace.
 RUN = (
     "README",
     "own-loop",
@@ -34,7 +35,6 @@ RUN = (
     "integrate",
     "checkpoints",
 )
-"""Pages whose examples are run here, all of a page in one namespace."""
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

@@ -15,6 +15,7 @@ from pulse_rl.frameworks.transformers import checkpoint_weights
 from tests.trainers.support import tiny
 
 PROMPT = list(range(10, 58))
+#: The sizes of models of which every layer can be quantized.
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -24,7 +25,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
-"""The sizes of models of which every layer can be quantized."""
 
 
 class Policy:

@@ -17,11 +17,11 @@ from pulse_rl.errors import StoreUnavailable
 from .engines import answer, checksums, continuation, engine
 from .policy import Policy
 
+#: Of BF16 arithmetic, in log-probabilities: an engine's answers vary by less from one batch to
+#: another.
 NOISE = 0.02
-"""Of BF16 arithmetic, in log-probabilities: an engine's answers vary by less from one batch to
-another."""
+#: Between an engine's BF16 and Hugging Face's FP32 arithmetic, in the mean over a prompt.
 REFERENCE_NOISE = 0.02
-"""Between an engine's BF16 and Hugging Face's FP32 arithmetic, in the mean over a prompt."""
 
 
 def break_after_first_write(worker: Any) -> None:

@@ -13,8 +13,8 @@ from .engines import answer, checksums, engine
 from .policy import Policy
 from .test_llm import NOISE, break_after_first_write
 
+#: The one of vLLM's FP8 schemes whose kernels its CPU build has for every CPU.
 SCHEME = "fp8_per_channel"
-"""The one of vLLM's FP8 schemes whose kernels its CPU build has for every CPU."""
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.zoo import FAMILIES, TIED_ONLY, UNTIED_ONLY, measure
 
 FAST = {("Qwen3-MoE", 1, False)}
+#: Families that are refused, and a part of the reason.
 REFUSED: dict[str, str] = {}
-"""Families that are refused, and a part of the reason."""
 
 
 def cases() -> list[object]:

@@ -38,8 +38,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# Where the module is not named as its model.
 _FILES = {"phi3": "llama"}
-"""Where the module is not named as its model."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),

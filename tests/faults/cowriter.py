@@ -236,6 +236,7 @@ def _junk(rng: Random) -> bytes:
     )
 
 
+#: The kinds of hostile acts, each of which can be switched off by its name.
 KINDS: dict[str, Callable[[CoWriter, Random], None]] = {
     name: getattr(CoWriter, name)
     for name in (
@@ -257,4 +258,3 @@ KINDS: dict[str, Callable[[CoWriter, Random], None]] = {
         "other_run",
     )
 }
-"""The kinds of hostile acts, each of which can be switched off by its name."""

@@ -308,8 +308,8 @@ ROLES: dict[str, Callable[[Path, int, Iterable[str]], Counter[str]]] = {
     "subscriber": subscriber_points,
     "gc": gc_points,
 }
+#: Of the long run of each role.
 VERSIONS = {"publisher": 21, "subscriber": 33, "gc": 13}
-"""Of the long run of each role."""
 
 
 def run(role: str, versions: int, modes: Iterable[str] = MODES) -> Counter[str]:

@@ -32,8 +32,8 @@ class _Edge(NamedTuple):
     is_fold: bool = False
 
 
+#: dtype, shape and bytes by name.
 Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
-"""dtype, shape and bytes by name."""
 
 MUST, MAY, GAP = "must", "may", "gap"
 _FOLD = re.compile(r"(\d{12})-(\d{12})-(\d{15})-([0-9a-f]{64})")
@@ -104,8 +104,8 @@ class Committed:
     aliases: dict[str, str]
     anchored: bool
     publisher: str
+    #: Its digest and length.
     patch: tuple[str, int] | None = None
-    """Its digest and length."""
 
 
 class Model:

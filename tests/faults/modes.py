@@ -1,8 +1,8 @@
 """What worlds can be made with."""
 
+#: Spans of folds, small enough for short streams.
 FOLDS = (2, 4, 8)
-"""Spans of folds, small enough for short streams."""
 
+#: How a world's objects run: on the calling thread; on their threads, handed over to in a fixed
+#: order; as they are.
 INLINE, STEADY, CONCURRENT = "inline", "steady", "concurrent"
-"""How a world's objects run: on the calling thread; on their threads, handed over to in a fixed
-order; as they are."""

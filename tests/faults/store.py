@@ -19,6 +19,9 @@ from pulse_rl.store import Data, ObjectInfo
 
 STALE_CHANGES = 4  # how many changes a stale listing may be behind
 
+#: The calls that each kind of fault can befall. ``late``: the call fails and takes effect some
+#: calls later, that is, calls are reordered. ``crash`` ends the client's process, ``interrupt``
+#: only the call.
 FAULTS: dict[str, tuple[str, ...]] = {
     "drop": ("put", "put_new", "get", "head", "list", "delete"),
     "lost_reply": ("put", "put_new", "delete"),
@@ -30,9 +33,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "crash": ("put", "put_new", "get", "head", "list", "delete"),
     "interrupt": ("put", "put_new", "get", "head", "list", "delete"),
 }
-"""The calls that each kind of fault can befall. ``late``: the call fails and takes effect some
-calls later, that is, calls are reordered. ``crash`` ends the client's process, ``interrupt`` only
-the call."""
 
 
 _OFTEN = 0.7

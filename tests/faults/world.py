@@ -364,6 +364,7 @@ def _interrupt() -> None:
     raise Boom
 
 
+#: Steps and how often they come.
 RULES: dict[str, int] = {
     "publish": 30,
     "burst": 8,
@@ -380,7 +381,6 @@ RULES: dict[str, int] = {
     "lie": 6,
     "audit": 3,
 }
-"""Steps and how often they come."""
 
+#: Steps of worlds whose objects have threads of their own.
 THREADED: dict[str, int] = {"interrupt": 24, "intrude": 4, "fork": 3}
-"""Steps of worlds whose objects have threads of their own."""

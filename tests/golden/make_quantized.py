@@ -42,11 +42,11 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "huge", 1e37 * normal(8, 64)
 
 
+#: The formats that only a configuration names.
 CONFIGS: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
     "gpt_oss": {"quant_method": "mxfp4"},
 }
-"""The formats that only a configuration names."""
 
 
 def modelopt(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -14,11 +14,11 @@ from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
 _RAMP = np.arange(2000, dtype=np.uint16)
+#: The state that the patches say they are for.
 BASE: dict[str, Bits] = {
     "a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"),
     "b": Bits(_RAMP[:64].astype(np.uint64), "U64"),
 }
-"""The state that the patches say they are for."""
 
 
 def base() -> State:
@@ -51,8 +51,8 @@ def framed(
     return struct.pack("<8sIII8s", b"\x89PULSE\r\n", 1, len(stored), claim, check) + stored + body
 
 
+#: The slices of a file that holds all of BASE.
 ALL = varint(1) + varint(0) + varint(2064)
-"""The slices of a file that holds all of BASE."""
 
 
 def plain_header(

@@ -23,6 +23,8 @@ ROUNDS = 4
 
 
 ALL_SUMS = {"gate_sums": False, "lookahead": 0.0}
+#: Sums are gated, unless there is no lookahead: of the setting ``gate_sums`` only the reference
+#: knows.
 SETTINGS: dict[str, dict[str, Any]] = {
     "by default": {},
     "bf16": {"wire": "BF16"},
@@ -32,8 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all sums, int2": {**ALL_SUMS, "wire": "int2"},
     "sweep": {"wire": "int4", "sweep": 2},
 }
-"""Sums are gated, unless there is no lookahead: of the setting ``gate_sums`` only the reference
-knows."""
 
 
 @pytest.mark.parametrize("size", [3, 4, 6])

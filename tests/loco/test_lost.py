@@ -43,8 +43,8 @@ PLACES = ["gate", 1, 2, 3, "update", 4]
 # The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read,
 # roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
+#: The last one: scattered, and its sums pass a gate.
 WAYS = ["gathered", "scattered", "gated"]
-"""The last one: scattered, and its sums pass a gate."""
 
 
 class CheckedTrainer:

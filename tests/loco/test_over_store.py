@@ -31,8 +31,8 @@ from tests.support.loco_reference import Job, Reference, flat, same
 from tests.support.posts import digest_of
 from tests.support.stores import FaultyStore
 
+#: For what comes; nothing waits for it to pass.
 SECONDS = 120.0
-"""For what comes; nothing waits for it to pass."""
 
 
 class Member:

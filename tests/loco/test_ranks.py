@@ -33,8 +33,8 @@ from tests.support.trainers import Group, Trainer, side_by_side, together
 
 pytestmark = pytest.mark.slow
 ROUNDS = 4
+#: For what comes; nothing waits for it to pass.
 SECONDS = 120.0
-"""For what comes; nothing waits for it to pass."""
 
 
 class Net(nn.Module):
@@ -155,8 +155,8 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
     return seen
 
 
+#: How a trainer is sharded, and the processes of it and of another one.
 WAYS = {"": 2, "fsdp": 3, "ddp": 3, "replicas": 5, "tensor parallel": 5}
-"""How a trainer is sharded, and the processes of it and of another one."""
 
 
 @pytest.mark.parametrize(

@@ -375,9 +375,9 @@ def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
 
 # -- costs
 
+#: The number of windows and the check (docs/format.md, section 3), and what they cost when a header
+#: is compressed.
 NAME_BYTES = 16
-"""The number of windows and the check (docs/format.md, section 3), and what they cost when a header
-is compressed."""
 
 
 @pytest.mark.parametrize("recurs", [0.1, 1.0])

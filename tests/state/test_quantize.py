@@ -29,8 +29,8 @@ from tests.support.states import Rng, reach
 GOLDEN = np.load(FILE)
 CASES = sorted({name.partition("/")[0] for name in GOLDEN})
 
+#: Where ModelOpt divides 0 by 0, of which it makes 6 times a scale that is 0 or NaN.
 UNDEFINED = [("zeros", "modelopt"), ("tiny", "modelopt")]
-"""Where ModelOpt divides 0 by 0, of which it makes 6 times a scale that is 0 or NaN."""
 
 
 def layer(weight: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ def entry(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[s
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
+#: The corpus of tests/hostile/make.py, by title.
 HOSTILE = {
     path.stem: path.read_bytes()
     for path in sorted((Path(__file__).parents[1] / "hostile").glob("*.safetensors"))
 }
-"""The corpus of tests/hostile/make.py, by title."""
 
 
 def write_checkpoint(path: Path, tensors: Any) -> Path:

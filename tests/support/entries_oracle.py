@@ -19,15 +19,15 @@ from tests.support.table_oracle import LOW, SCALE, STATES, varint
 SIGN, MAGNITUDE, TOO_LARGE = 1 << 31, (1 << 31) - 1, (127 + 64) << 23
 EXACT = 23  # explicit bits of mantissa: FP32
 # fmt: off
+#: Of an entry, by the level of its class.
 FREQUENCIES = [
     0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256,
     362, 512, 724, 1024, 1448, 2048, 2648, 3072, 3372, 3584, 3734, 3840, 3936, 4032, 4080,
 ]
 # fmt: on
-"""Of an entry, by the level of its class."""
 
+#: None is absent.
 Levels = list[int | None]
-"""None is absent."""
 
 
 class Refused(Exception):

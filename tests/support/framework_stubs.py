@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
 
+#: Where each framework has its base class.
 BASES = {
     "verl": "verl.checkpoint_engine.base",
     "nemo_rl": "nemo_rl.utils.checkpoint_engines.base",
     "axolotl": "axolotl.integrations.base",
 }
-"""Where each framework has its base class."""
 
 
 class CheckpointEngineRegistry:

@@ -20,8 +20,8 @@ from tests.support.history_oracle import Steps
 from tests.support.sparse_blocks import weights
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
+#: How many windows blocks have, one after another.
 WINDOWS = [1, 3, 2, 7, 4, 11, 12, 5]
-"""How many windows blocks have, one after another."""
 
 
 class Block(NamedTuple):

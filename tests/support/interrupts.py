@@ -24,9 +24,9 @@ class Boom(BaseException):
     """What a signal handler raises."""
 
 
+#: The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while
+#: tracing are left out.
 STEP = "opcode" if sys.version_info < (3, 12) else "line"
-"""The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while
-tracing are left out."""
 
 
 class Steps:

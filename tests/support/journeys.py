@@ -17,9 +17,9 @@ import pulse_rl
 LIBRARY = str(Path(pulse_rl.__file__).parent) + "/"
 
 
+#: The modules of the library that start threads by `_thread.start_new_thread`, which takes no
+#: profile along.
 STARTERS = ("_util.threads", "_util.serial", "stores.object")
-"""The modules of the library that start threads by `_thread.start_new_thread`, which takes no
-profile along."""
 
 
 class Journey:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 Tensors = dict[str, Bits]
 Rng = np.random.Generator
 
+#: The bytes of an element of every dtype, in the order of the dtypes' numbers in docs/format.md.
 WIDTHS = {
     **dict.fromkeys(
         ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 1
@@ -25,9 +26,9 @@ WIDTHS = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""The bytes of an element of every dtype, in the order of the dtypes' numbers in docs/format.md."""
 UINTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+#: ±0, subnormals, ±Inf and NaNs with several payloads.
 SPECIAL_BITS: dict[str, list[int]] = {
     "BF16": [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7F7F, 0x3F80],
     "F16": [0x0000, 0x8000, 0x0001, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF, 0x7BFF],
@@ -45,7 +46,6 @@ SPECIAL_BITS: dict[str, list[int]] = {
     "F8_E4M3": [0x00, 0x80, 0x01, 0x7F, 0xFF, 0x7E],
     "F8_E5M2": [0x00, 0x80, 0x01, 0x7C, 0xFC, 0x7D, 0xFF],
 }
-"""±0, subnormals, ±Inf and NaNs with several payloads."""
 
 
 def bits(rng: Rng, dtype: str, *shape: int) -> Bits:
@@ -201,11 +201,11 @@ def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.Complet
     )
 
 
+#: For programs of `run_python`: from the call on, allocating more than so many bytes is a
+#: MemoryError.
 LIMIT_MEMORY = """
 import re, resource
 def limit_memory(spare_bytes):
     held = int(re.search(r"VmSize:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (held + spare_bytes, held + spare_bytes))
 """
-"""For programs of `run_python`: from the call on, allocating more than so many bytes is a
-MemoryError."""

@@ -29,8 +29,8 @@ from pulse_rl.follow.subscribers import Schedule
 from tests.support.states import Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore
 
+#: Within this many seconds everything comes; nothing waits for it to pass.
 SOON = 30.0
-"""Within this many seconds everything comes; nothing waits for it to pass."""
 
 
 class Fleet:

@@ -16,8 +16,8 @@ from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.slow
 
+#: Within this many seconds everything comes; nothing waits for it to pass.
 SOON = 30.0
-"""Within this many seconds everything comes; nothing waits for it to pass."""
 
 
 def published(store: Store, rng: Rng, *names: str) -> list[Publisher]:

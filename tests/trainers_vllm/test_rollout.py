@@ -21,9 +21,9 @@ from tests.trainers.support import Merged, Witness, followed
 
 from .support import STEPS, grpo, untrained, weight_version, written_anew
 
+#: Between vLLM's BF16 and Hugging Face's FP32 arithmetic, in the mean over completions'
+#: log-probabilities.
 NOISE = 0.01
-"""Between vLLM's BF16 and Hugging Face's FP32 arithmetic, in the mean over completions'
-log-probabilities."""
 
 
 def log_probabilities(

@@ -7,8 +7,8 @@ from urllib.parse import unquote
 
 from ..errors import InputError
 
+#: What the name of a setting contains whose value must not be printed.
 SECRET = re.compile(r"key|secret|token|password|sas|credential|\bsig(?:nature)?\b", re.IGNORECASE)
-"""What the name of a setting contains whose value must not be printed."""
 _PASSWORD = re.compile(r"^([A-Za-z0-9+.-]+:/*).*@", re.DOTALL)
 _USER = re.compile(r"(:(?:/|%2F){2})[^\s/?#'\"]*?(?:@|%40)", re.IGNORECASE)
 _SETTING = re.compile(rf"([?&;](?:[\w.-]|%\w\w)*?(?:{SECRET.pattern})[^=&\s]*=)[^&\s'\"]+", re.I)

@@ -72,8 +72,8 @@ class RankGroup:
 
     def __init__(self, transport: Transport) -> None:
         self.size, self.rank = transport.size, transport.rank
+        #: The last error that was raised on all ranks.
         self.common_error: BaseException | None = None
-        """The last error that was raised on all ranks."""
         self._transport = transport
         self._step = 0
         self._given_up = ""

@@ -19,17 +19,17 @@ Chunks = Iterable[bytes | memoryview]
 Writer = Callable[[BinaryIO], None]
 _BUFFER_BYTES = 1 << 20
 
+#: Returns bytes [start, stop) of a file in a store.
 RangeReader = Callable[[int, int], bytes]
-"""Returns bytes [start, stop) of a file in a store."""
+#: The most bytes of one request for a range.
 MAX_BYTES = 8 << 20
-"""The most bytes of one request for a range."""
+# Two ranges that are at most this far apart share a request: the bytes between them cost less than
+# another request.
 _GAP_BYTES = 1 << 12
-"""Two ranges that are at most this far apart share a request: the bytes between them cost less than
-another request."""
 
+# The parts of POSIX that make a file durable: its mode, its atomic creation, and the sync of its
+# folder.
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
-"""The parts of POSIX that make a file durable: its mode, its atomic creation, and the sync of its
-folder."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 

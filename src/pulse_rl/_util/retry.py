@@ -10,8 +10,8 @@ from itertools import count
 
 from .settings import checked_number
 
+#: The longest time that callers may set, in seconds.
 LONGEST_POLL = 1e6
-"""The longest time that callers may set, in seconds."""
 
 
 def jittered(seconds: float) -> float:

@@ -26,11 +26,11 @@ from ..errors import ConcurrentUse, InputError
 from .threads import LOOK_SECONDS, Call, running
 
 R = TypeVar("R")
+# A thread ends after this time without an operation; the next operation starts another.
 _IDLE_SECONDS = 10.0
-"""A thread ends after this time without an operation; the next operation starts another."""
+# The time that an ending program waits for operations that it asked to stop. A longer wait would be
+# for a store.
 _LONGEST_REST_SECONDS = 10.0
-"""The time that an ending program waits for operations that it asked to stop. A longer wait would
-be for a store."""
 
 
 class Operation(Call[R]):

@@ -26,9 +26,8 @@ _MAX_TEXT = 40
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 _LONG = ((172800, "days", 86400), (5400, "h", 3600), (90, "min", 60))
+# A value from this share of a unit on is written as 1 of it, not as 1000 of the next smaller one.
 _ROUNDS_UP = 0.9995
-"""A value from this share of a unit on is written as 1 of it, not as 1000 of the next smaller
-one."""
 
 
 def checked_number(

@@ -25,13 +25,12 @@ from .settings import checked_count
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+#: The interval at which a wait checks for the end by itself, in case an interrupt took the signal.
 LOOK_SECONDS = 0.05
-"""The interval at which a wait checks for the end by itself, in case an interrupt took the
-signal."""
 
+#: ``operation``: the operation that runs in this thread and may be asked to stop
+#: (`serial.Operation`); else None, or absent.
 running = threading.local()
-"""``operation``: the operation that runs in this thread and may be asked to stop
-(`serial.Operation`); else None, or absent."""
 
 
 class Stopped(BaseException):

@@ -21,8 +21,8 @@ from ..errors import InputError, PulseError
 from . import files, following, inventory, runs, streams, study
 from .common import AS_JSON, Console, add_command, open_streams, shortened
 
+# The commands whose examples stand below the help.
 _SHOWN = ("publish", "follow", "list", "gc", "plan")
-"""The commands whose examples stand below the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

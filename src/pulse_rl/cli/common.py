@@ -70,7 +70,6 @@ TRUST.add_argument("--stream-id", metavar="ID", help=_text)
 SIGNING = options()
 _text = "sign with this private key (see keygen)"
 SIGNING.add_argument("--sign-key", metavar="FILE", help=_text)
-"""Parents of the commands' parsers: the options that several commands take."""
 
 
 def add_command(

@@ -54,8 +54,8 @@ from .common import (
 )
 
 DEFAULT_PORT = 8734
+# A folder's name comes on top.
 _TOO_LONG_HERE = {"test_the_longest_name"}
-"""A folder's name comes on top."""
 _OF_CREATES = {
     "a second create is refused",
     "what was put cannot be created",

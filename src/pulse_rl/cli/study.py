@@ -34,8 +34,8 @@ from .common import (
     write_output,
 )
 
+#: In the head of every page of `pulse_rl.study.report`.
 PAGE_MARK = b'<meta name="generator" content="pulse-rl'
-"""In the head of every page of `pulse_rl.study.report`."""
 STUDY_NAME = "study.json"
 _SHOWN_TENSORS = 8
 _LABELS = {

@@ -28,13 +28,13 @@ else:
 __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "encode_block"]
 
 AUTO, ZSTD = "auto", "zstd"
+#: The values that a user can choose: the smallest fast codec, or the layout of the PULSE paper.
 CODECS = (AUTO, ZSTD)
-"""The values that a user can choose: the smallest fast codec, or the layout of the PULSE paper."""
 
+#: The ids of codecs in a patch. `SAME`: no element changed, and the payload is empty. `HISTORY`:
+#: the decoder needs the changes of the versions before. `NIBBLES`: integers that are packed codes
+#: of four bits.
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
-"""The ids of codecs in a patch. `SAME`: no element changed, and the payload is empty. `HISTORY`:
-the decoder needs the changes of the versions before. `NIBBLES`: integers that are packed codes of
-four bits."""
 
 _NAMES = {
     SAME: "same",
@@ -47,9 +47,9 @@ _NAMES = {
     NIBBLES: "nibbles",
 }
 
+#: Positions in a block fit in 32 bits with room to spare. This also bounds what one block can make
+#: a reader allocate.
 MAX_BLOCK_ELEMENTS = 1 << 24
-"""Positions in a block fit in 32 bits with room to spare. This also bounds what one block can make
-a reader allocate."""
 
 # A block whose payload exceeds this share of its plain bytes is also tried raw; below it raw never
 # wins, because byte planes save at most about a third of trained weights.
@@ -68,9 +68,9 @@ class Run(NamedTuple):
     phase: int
 
 
+#: The changes of a block in each of the last versions, oldest first, as records
+#: (`pulse_rl._native.history_records`). The last of them led to the old bits.
 Past = tuple[npt.NDArray[np.uint8], ...]
-"""The changes of a block in each of the last versions, oldest first, as records
-(`pulse_rl._native.history_records`). The last of them led to the old bits."""
 
 
 class Layout(NamedTuple):

@@ -24,8 +24,8 @@ from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_fl
 from .node import Node, Staging
 from .proof import broadcast
 
+#: How much is derived between two steps of the engine, at least one layer.
 SLICE_ELEMENTS = 1 << 24
-"""How much is derived between two steps of the engine, at least one layer."""
 _POSITION_BYTES = 8
 
 Rectangles = dict[str, tuple[Rectangle, ...]]

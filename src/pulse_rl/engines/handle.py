@@ -31,8 +31,8 @@ InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
 _LONGEST_WAIT = 1.0
 _MAX_BACKOFF = 30.0
+# Of versions that requests in flight may come from.
 _MAX_ROOTS = 1024
-"""Of versions that requests in flight may come from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,11 +367,11 @@ class Staging:
         self.prepared: Prepared | None = None
         self.held: Version | None = None
         self.base_digest: StateDigest | None = None
+        #: Held while the host state moves.
         self.lock = threading.RLock()
-        """Held while the host state moves."""
+        #: Held while something is staged: what all workers take over must not be replaced
+        #: meanwhile.
         self.gate = threading.Lock()
-        """Held while something is staged: what all workers take over must not be replaced
-        meanwhile."""
         self.subscriber: Subscriber | None = None
         if node.leader:
             self.subscriber = Subscriber(

@@ -25,14 +25,14 @@ from torch import nn
 from ..errors import PulseError, UnsupportedTensor
 from ..frameworks.torch import _INTS
 
+#: Processes the copies that the given function returns for live modules.
 Process = Callable[[Callable[[Any], Any]], None]
-"""Processes the copies that the given function returns for live modules."""
+#: What engines call a quantization method's processing of a module.
 HOOK = "process_weights_after_loading"
-"""What engines call a quantization method's processing of a module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+# Random values that repeat with this period, a prime: a permutation by a multiple of it is no
+# layout.
 _TILE = 1_000_003
-"""Random values that repeat with this period, a prime: a permutation by a multiple of it is no
-layout."""
 _MAX_OBJECTS = 200_000
 _BITS = " bits"
 _MISSING = object()
@@ -200,8 +200,8 @@ class ProcessedLayer:
         self._paths: dict[str, str] = {}
         self.loaded = self._loaded_forms()
         self.live: dict[str, torch.Tensor] = {}
+        #: Whether the module computes with its weights just as they are loaded.
         self.plain = self._probe()
-        """Whether the module computes with its weights just as they are loaded."""
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pairs = self._processed(

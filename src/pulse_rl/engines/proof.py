@@ -37,17 +37,17 @@ _WINDOW_BYTES = 64 * LEAF_BYTES
 _TASK_BYTES = 4 * LEAF_BYTES
 _PERIOD = 100_003
 _SPREAD = 0.05
+# Of the largest output of a module: what kernels may differ by from one call to the next.
 _NOISE = 2.0**-8
-"""Of the largest output of a module: what kernels may differ by from one call to the next."""
+# Where a container's limit of memory is. What it has used counts its cache of files, so that less
+# seems free.
 _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Where a container's limit of memory is. What it has used counts its cache of files, so that less
-seems free."""
+# What a model takes in addition to its weights: one weight twice while it is processed, code,
+# outputs.
 _SLACK = 1 << 28
-"""What a model takes in addition to its weights: one weight twice while it is processed, code,
-outputs."""
 
 
 def differing(

@@ -33,6 +33,8 @@ __all__ = ["Rollout"]
 SCHEMA = 1
 _HEX = frozenset("0123456789abcdef")
 _SHOWN = 80
+# Parameters that look at what was generated so far, or may: a request that begins in the middle
+# sees none of it.
 _OF_THE_OUTPUT = (
     "presence_penalty",
     "frequency_penalty",
@@ -40,15 +42,13 @@ _OF_THE_OUTPUT = (
     "stop",
     "structured_outputs",
 )
-"""Parameters that look at what was generated so far, or may: a request that begins in the middle
-sees none of it."""
 
+# What some route of an engine takes next to sampling parameters: it says what is asked, and of
+# which model, which is the record's to say.
 _OF_THE_REQUEST = re.compile(
     "model|prompt(_embeds|_token_ids)?|(token|input)_ids|input_embeds|messages|text|suffix|echo"
     "|stream|best_of|truncate_prompt_tokens|lora_path|(sampling_)?seed"
 )
-"""What some route of an engine takes next to sampling parameters: it says what is asked, and of
-which model, which is the record's to say."""
 
 
 @dataclass(frozen=True, slots=True)

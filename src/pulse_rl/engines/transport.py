@@ -17,10 +17,10 @@ from .._util.addresses import shown
 from .._util.settings import short_int
 from ..errors import EngineError, EngineUnavailable, InputError, PulseError
 
+#: What a worker says of itself; see `worker.Worker.answer`.
 Status = dict[str, Any]
-"""What a worker says of itself; see `worker.Worker.answer`."""
+#: The part of an engine's memory that updates are written to, as engines name it.
 WEIGHTS = "weights"
-"""The part of an engine's memory that updates are written to, as engines name it."""
 _MAX_WORDS = 400
 _JSON = {"Content-Type": "application/json"}
 

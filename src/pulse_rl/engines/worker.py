@@ -18,9 +18,9 @@ from .session import ProvedMap, Session
 from .transport import WEIGHTS, InitInfo, Status, asleep
 
 LEASE_SECONDS = 15.0
+#: Of the environment in which an engine is started: addresses of stores and folders, divided by
+#: spaces.
 ALLOWED = "PULSE_ENGINE_ALLOWED"
-"""Of the environment in which an engine is started: addresses of stores and folders, divided by
-spaces."""
 _PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
 
 

@@ -26,18 +26,18 @@ from ..state.tensors import Readable, State, TensorSpec, check_tensor_name
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
+#: A PEFT adapter's weights, beside its ``adapter_config.json``.
 ADAPTER_NAME = "adapter_model.safetensors"
-"""A PEFT adapter's weights, beside its ``adapter_config.json``."""
+#: In the metadata of weights: the aliases that are written in full, each with its stored name.
 ALIASES = "pulse.aliases"
-"""In the metadata of weights: the aliases that are written in full, each with its stored name."""
+#: In a folder that pulse writes: what holds its versions, and the link to the one that is shown
+#: (see `folder`).
 PRIVATE, CURRENT = ".pulse", "current"
-"""In a folder that pulse writes: what holds its versions, and the link to the one that is shown
-(see `folder`)."""
 _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 _COPY_BYTES = 64 << 20
+# Longer than a tick of the clock that stamps files: what is written after this has a new stamp.
 _TICK_NS = 20_000_000
-"""Longer than a tick of the clock that stamps files: what is written after this has a new stamp."""
 _READ_HINT = "Check the path and its permissions."
 _UNFINISHED_HINT = (
     "Wait until it is saved, copy it again, or give an older checkpoint that is whole."

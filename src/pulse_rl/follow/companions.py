@@ -41,10 +41,10 @@ _HEAD = re.compile(rf"{_NO_LAYER}(?:lm_head|embed_out)\.weight")
 _EMBEDDING = re.compile(
     rf"{_NO_LAYER}(?:embed_tokens|word_embeddings|tok_embeddings|embed_in|wte|shared)\.weight"
 )
+# The tensors that ``tie_word_embeddings`` may tie: of no layer, as those have numbers.
 _TIED = re.compile(
     rf"{_HEAD.pattern}|{_EMBEDDING.pattern}|cls\.predictions\.(?:decoder\.)?(?:weight|bias)"
 )
-"""The tensors that ``tie_word_embeddings`` may tie: of no layer, as those have numbers."""
 _TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 

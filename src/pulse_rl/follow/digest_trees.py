@@ -25,8 +25,8 @@ from ..stream.names import LEAVES, TENSORS
 from ..stream.stream import Stream
 
 _TRIES = 2
+#: More than the tensors of any real model take in a header, which is parsed before it is proved.
 _MIN_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
-"""More than the tensors of any real model take in a header, which is parsed before it is proved."""
 _MAX_COMPARED = 32 << 20
 _ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."

@@ -60,21 +60,21 @@ from .companions import are_tied, of_weights, weight_map
 
 _VERSION, _ROOT = "pulse.version", "pulse.root"
 _STREAM, _ID, _CREATED = "pulse.stream", "pulse.stream_id", "pulse.created"
+#: In the metadata, which come first, of every file of weights and every index that pulse writes.
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
-"""In the metadata, which come first, of every file of weights and every index that pulse writes."""
 _HEAD = 4096
 _LOCK, _EARLIER = "lock", "earlier"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
 _MAX_DIGITS = 18
 _SHARD_BYTES = 5_000_000_000
+#: How frameworks name the folder of a version, and the file whose presence says that it is
+#: complete.
 LAYOUTS = {
     "prime-rl": "step_{}/STABLE",
     "slime": "weight_v{:06}",
     "areal": "weight_update_v{}",
     "hf": "checkpoint-{}",
 }
-"""How frameworks name the folder of a version, and the file whose presence says that it is
-complete."""
 _PLAIN = "[A-Za-z0-9._-]*"
 _PATTERN = re.compile(rf"({_PLAIN})\{{(?::0?([1-9]))?\}}({_PLAIN})(?:/([A-Za-z0-9]{_PLAIN}))?")
 

@@ -59,8 +59,8 @@ from .selection import Selection
 _SEARCHED_FOR_BASE = 1000
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
 _STATE, _HISTORY = "state-", "history-"
+# The names that `StateFolder` gives: what others keep in the folder is theirs.
 _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a-f]{{8}}")
-"""The names that `StateFolder` gives: what others keep in the folder is theirs."""
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
@@ -115,14 +115,13 @@ class StateFolder:
         self._name = name
         self._lock: _Handle | None = None
         self._files: dict[str, _Mapped] = {}
+        #: What the record says, as it was when the folder was taken or last changed; None where
+        #: nothing is kept.
         self.kept: Kept | None = None
-        """What the record says, as it was when the folder was taken or last changed; None where
-        nothing is kept."""
+        # The files that are not deleted with their memory: what is kept, and what is unfinished.
         self._held: set[str] = set()
-        """The files that are not deleted with their memory: what is kept, and what is
-        unfinished."""
+        #: The file of a state that was not restored to its end, here or in a process before.
         self.unfinished = ""
-        """The file of a state that was not restored to its end, here or in a process before."""
         self.open()
 
     def open(self) -> None:

@@ -23,8 +23,8 @@ View = Callable[[Any], Any]
 Target = str | tuple[str, View]
 Names = Mapping[str, Target] | Callable[[str], Target | None]
 
+# Kinds of dtypes that JAX does not take for integers: they are written as they are.
 _SAME = ("b", "c")
-"""Kinds of dtypes that JAX does not take for integers: they are written as they are."""
 _LEAST = 1 << 10
 
 

@@ -40,8 +40,8 @@ _TORCH = {
     if hasattr(torch, dtype.library)
 }
 _SHARED_AT_ONCE = 1 << 22
+#: What one program of the kernel writes.
 PROGRAM_ELEMENTS = 1024
-"""What one program of the kernel writes."""
 _GROUP_ELEMENTS = 1 << 22
 _LAUNCHES: dict[torch.device, Launch] = {}
 _DENSE = "Updates go into dense tensors; load a quantized model through its own loader."

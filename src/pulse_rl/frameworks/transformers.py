@@ -65,8 +65,8 @@ __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
 _log = logging.getLogger(__name__)
 _OURS = "pulse/"
+#: Of the Trainer's checkpoints.
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-"""Of the Trainer's checkpoints."""
 _SHARDED = ("global_step*", "pytorch_model_fsdp_*", "pytorch_model_fsdp.bin")
 
 

@@ -34,8 +34,8 @@ _GATHERS = "Use PulseCallback, which gathers."
 _ALONE = "Publish the adapter alone: PulseCallback(adapter=True)."
 _ALONE_OR_MERGED = f"{_ALONE} Or publish what PEFT's merge_and_unload() returns."
 _MERGED = "Publish merged weights: leave adapter=True out."
+# PEFT's initializations of LoRA that leave the base as the checkpoint has it.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""PEFT's initializations of LoRA that leave the base as the checkpoint has it."""
 
 
 class Weights(dict[str, Any]):

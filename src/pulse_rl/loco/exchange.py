@@ -196,9 +196,9 @@ class Round(OneLine):
 class Meeting(ABC):
     """One trainer's side of what the trainers of a run meet in."""
 
+    #: Whether the trainer is among them, and may run a round. An error of `run` after which it may
+    #: not says so here.
     joined: bool
-    """Whether the trainer is among them, and may run a round. An error of `run` after which it may
-    not says so here."""
 
     @abstractmethod
     def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:

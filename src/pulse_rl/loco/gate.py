@@ -19,24 +19,24 @@ from .outer import OuterState, Residual
 from .parameters import BLOCK_ELEMENTS, FlatBlock, Floats, Positions, is_finite, parts
 from .wire import Classes, Coder, Entries, Unit, Wire
 
+#: Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process
+#: then, not R - 1 messages, which is more as soon as trainers send some of the same entries. But
+#: sums that are not gated are FP32, and messages of few bits are less than these until there are
+#: many of them.
 SCATTER_FROM, SCATTER_FEW_BITS_FROM = 4, 8
-"""Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process
-then, not R - 1 messages, which is more as soon as trainers send some of the same entries. But sums
-that are not gated are FP32, and messages of few bits are less than these until there are many of
-them."""
+#: Trainers from which on sums pass a gate: earlier with a sweep, of which all sums of a block in
+#: FP32 would be most.
 GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM = 8, 4
-"""Trainers from which on sums pass a gate: earlier with a sweep, of which all sums of a block in
-FP32 would be most."""
+# Finite for the gate, and as much as any parameter that is.
 _OPENS = np.float32(2.0**63)
-"""Finite for the gate, and as much as any parameter that is."""
 
+#: How FP32 rounds to each gate dtype.
 ROUNDINGS: dict[torch.dtype, Rounding] = {
     torch.bfloat16: BY_NAME["BF16"],
     torch.float16: BY_NAME["F16"],
     torch.float8_e4m3fn: BY_NAME["F8_E4M3"],
     torch.float8_e5m2: BY_NAME["F8_E5M2"],
 }
-"""How FP32 rounds to each gate dtype."""
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:

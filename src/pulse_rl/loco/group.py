@@ -22,8 +22,8 @@ from ..state.digest import StateDigest
 T = TypeVar("T")
 _DIGEST_BYTES = 32
 _MAX_BROADCAST_BYTES = 1 << 26
+# A store may be on a machine that stands still.
 _PATIENCE_SECONDS = 5.0
-"""A store may be on a machine that stands still."""
 _CAUSES = "fewer batches, or steps that a GradScaler skipped"
 
 

@@ -224,15 +224,15 @@ class Trainer:
         self.frozen = FrozenTensors(self.parameters)
         self._serial = SerialThread("PulseLoCo")
         self.round = self.inner_step = 0
+        #: Among trainers that meet in a store; a checkpoint keeps it.
         self.name = ""
-        """Among trainers that meet in a store; a checkpoint keeps it."""
+        #: The digests of the last round's messages.
         self.messages: list[str] = []
-        """The digests of the last round's messages."""
         # The others may have completed rounds since this state was saved, with messages that it
         # knows nothing of.
         self.from_checkpoint = False
+        #: The round in which it came back from a checkpoint of inner steps.
         self.restored_in: int | None = None
-        """The round in which it came back from a checkpoint of inner steps."""
 
     def whole(self, work: Callable[[], T]) -> T:
         """``work``, which no interrupt parts."""

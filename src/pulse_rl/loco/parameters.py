@@ -45,8 +45,8 @@ _NOT_IN_THE_MODEL = (
     "If it holds FP32 masters, pass a mapping of names to the masters instead of the model."
 )
 
+#: Parameters, their gradients of some moment, and how often those had been written by then.
 Gradients = list[tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]]
-"""Parameters, their gradients of some moment, and how often those had been written by then."""
 
 
 class Optimizers:

@@ -37,11 +37,11 @@ from .store_format import (
 )
 from .wire import Entries, Unit
 
+# Of one trainer that are looked at at once: its own, and what others put in its name.
 _MAX_POSTS = 64
-"""Of one trainer that are looked at at once: its own, and what others put in its name."""
 _TRIES = 3
+#: Parameters. Of fewer, what a part costs whatever it holds would count.
 MIN_SHARE = 1 << 20
-"""Parameters. Of fewer, what a part costs whatever it holds would count."""
 
 
 def contiguous_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -82,10 +82,10 @@ class RoundPosts:
         self.place, self.shares, self.own = place, shares, own
         self.store, self.max_norm, self.reduction = store, max_norm, reduction
         self.coder = reduction.coder(place.round)
+        #: So many objects are read at once.
         self.threads = 1 if reduction.state.threads == 1 else CONNECTIONS
-        """So many objects are read at once."""
+        # Bytes of each part.
         self._most = [self.coder.max_bytes(units) for units in shares]
-        """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
         self._heads: dict[Upload, ShardedMessage | str] = {}
         self._messages: dict[Upload, list[Entries] | str] = {}

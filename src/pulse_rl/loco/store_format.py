@@ -39,8 +39,8 @@ _ROOT_AT, _SIGNATURE_AT, _PARTS_AT = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) 
 _PART = struct.Struct("<QQd32s")
 _UNSIGNED = bytes(64)
 MAX_SUMS_HEAD = 1 << 20
+# Characters of a reason that a close has room for.
 _REASON = 200
-"""Characters of a reason that a close has room for."""
 
 
 class RoundKey(NamedTuple):
@@ -320,14 +320,14 @@ _POSTS, _CLOSED, _SUMS = "loco/posts", "loco/closed", "loco/sums"
 _SNAPSHOTS, _PIECES = "loco/snapshots", "loco/pieces"
 _MAX_RUN_BYTES = 1 << 20
 _MAX_LEFT = 100_000
+# So many of the newest are looked at for one that is good.
 _MAX_SNAPSHOTS = 100
-"""So many of the newest are looked at for one that is good."""
+# Elements of theta or momentum in one object of a snapshot.
 _PIECE = 16 << 20
-"""Elements of theta or momentum in one object of a snapshot."""
 
 
+#: The root of theta, theta and momentum.
 Snapshot = tuple[str, Floats, Floats]
-"""The root of theta, theta and momentum."""
 
 _POLL_SECONDS = (0.05, 5.0)
 

@@ -90,8 +90,8 @@ class StoreRounds(Meeting):
         self._store = RunStore(store, trainer.state, exchange.signer, trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
         reduction.residual.find_sendable_entries = self._find_sendable_entries
+        # Of the round before.
         self._members: frozenset[str] = frozenset()
-        """Of the round before."""
         self._root = ""
         # Of the round under way: what was posted, and what owners of shares have made of it.
         self._posts: RoundPosts | None = None

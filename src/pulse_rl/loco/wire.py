@@ -26,14 +26,14 @@ _HEADER = struct.Struct("<4sBBHQQI")
 WireName = Literal["FP32", "BF16", "int4", "int2"]
 _MANTISSA: dict[WireName, int] = {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}
 
+#: The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are
+#: for.
 KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
-"""The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are
-for."""
 
 N = TypeVar("N", np.float32, np.uint8)
 
+#: Ascending positions in a block and the FP32 values there.
 Entries = tuple[Positions, Floats]
-"""Ascending positions in a block and the FP32 values there."""
 
 
 class Unit(NamedTuple):

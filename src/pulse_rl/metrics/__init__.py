@@ -53,8 +53,8 @@ __all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out"]
 
 MAX_LINE_BYTES = 1 << 20
 _LOOK_SECONDS = 1.0
+#: Of a stream, which are looked at.
 MAX_WORKERS = 10_000
-"""Of a stream, which are looked at."""
 _MAX_OF_A_WORKER = 100
 _log = logging.getLogger("pulse_rl")
 _INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
@@ -242,6 +242,7 @@ def wait_for_workers(
 
 PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
 
+# Name, kind, description, and labels in addition to the stream and the role.
 _METRICS = (
     ("version", "gauge", "Newest version committed or held"),
     ("density_ratio", "gauge", "Changed elements / all elements of the last patch"),
@@ -261,7 +262,6 @@ _METRICS = (
     ("path_failures", "counter", "Paths to a version that failed", "kind"),
     ("verification_failures", "counter", "Failed checks of bytes or states", "kind"),
 )
-"""Name, kind, description, and labels in addition to the stream and the role."""
 
 
 class PrometheusMetrics:

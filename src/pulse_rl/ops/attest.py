@@ -27,11 +27,11 @@ BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
 _PAYLOAD = "application/vnd.in-toto+json"
+#: The attestation in a checkout's folder.
 SIGNATURE = "pulse.sig"
-"""The attestation in a checkout's folder."""
+# In a folder that pulse writes: the files of its versions, which it shows by links, what is
+# remembered of versions before this one, and the attestation itself.
 _NOT_SIGNED = (PRIVATE, "pulse.history", SIGNATURE)
-"""In a folder that pulse writes: the files of its versions, which it shows by links, what is
-remembered of versions before this one, and the attestation itself."""
 _KEY_FILE_BYTES = 1 << 16
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _HINT = "Make one: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out FILE"

@@ -23,8 +23,8 @@ _AT_ONCE = 8
 _ROOT = re.compile(r"[0-9a-f]{8,64}")
 
 _ORIGIN = re.compile(r"([^@ ]+)@([0-9]{1,12}) ([0-9a-f]{32})")
+#: The key of the metadata that says from which version a stream was begun.
 BEGUN_FROM = "begun_from"
-"""The key of the metadata that says from which version a stream was begun."""
 
 
 class Checkout(Subscriber):

@@ -20,8 +20,8 @@ from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from .diff import build_patch
 
+#: The spans of folds, in versions.
 DEFAULT_FOLDS = (8, 64)
-"""The spans of folds, in versions."""
 
 
 def fold_stream(

@@ -44,8 +44,8 @@ _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MAX_GIVEN_UP = 2
 _MAX_OWED = 16
+#: Digests that the source shows damaged are tried at three calls, and at one in 64 after these.
 _SOON, _RARELY = 3, 64
-"""Digests that the source shows damaged are tried at three calls, and at one in 64 after these."""
 _ANOTHER_TARGET = (
     "Give the relay a target, or a stream's name, to which nobody else writes versions."
 )
@@ -58,8 +58,8 @@ class _AnchorCopy(NamedTuple):
 
     manifest: Manifest
     done: int = 0
+    #: How many copies of older anchors were given up for it.
     given_up: int = 0
-    """How many copies of older anchors were given up for it."""
 
 
 class Relay:

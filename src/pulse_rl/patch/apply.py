@@ -28,8 +28,8 @@ from .header import Base, BlockEntry, JoinedHeader, ParsedHeader, Room, check_of
 from .history import History, Recorder, Records
 from .tree import SIDE_BY_SIDE, Leaves, hashed_together, inner_leaves, numbered, with_leaves
 
+#: Records a block and its old bits. Any thread may call it.
 Journal = Callable[[Block, Changes], None]
-"""Records a block and its old bits. Any thread may call it."""
 
 
 class Piece(NamedTuple):
@@ -131,8 +131,8 @@ class TensorChanges:
         return joined
 
 
+#: The changes of a state by tensor name, without unchanged tensors.
 StateChanges = dict[str, TensorChanges]
-"""The changes of a state by tensor name, without unchanged tensors."""
 
 
 def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:

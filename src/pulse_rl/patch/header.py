@@ -25,11 +25,11 @@ MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
+#: The limit for all files of a patch together, counted by tensor.
 MAX_SLICES = 1 << 20
-"""The limit for all files of a patch together, counted by tensor."""
+#: The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
+#: version.
 CHECK_BYTES = 8
-"""The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
-version."""
 _PRELUDE = struct.Struct(
     "<8sIII8s"
 )  # magic, format, stored bytes, plain bytes, check of the stored header
@@ -40,8 +40,8 @@ _MAX_ELEMENTS = 1 << 62
 _MAX_BLOCK_BYTES = 1 << 40
 _NO_CHECK = sha256(b"").digest()[:CHECK_BYTES]
 
+#: Elements [start, stop) of a state, counted through all its tensors in name order.
 Slice = tuple[int, int]
-"""Elements [start, stop) of a state, counted through all its tensors in name order."""
 
 
 class BlockEntry(NamedTuple):

@@ -200,9 +200,9 @@ class Recorder:
                 self.records[index] = found
 
 
+# A record is 4 bytes: u16 elements since the record before, the net step, the class. A longer gap
+# takes records of their own, each with this number of elements and step 0.
 _LONGEST_GAP = 65535
-"""A record is 4 bytes: u16 elements since the record before, the net step, the class. A longer gap
-takes records of their own, each with this number of elements and step 0."""
 
 
 def _decoded(records: Records) -> Changes:

@@ -21,8 +21,8 @@ from ..state.digest import (
 from ..state.tensors import Segment, TensorSpec
 from .blocks import Block
 
+#: Digests of leaves by tensor name and leaf number.
 Leaves = dict[tuple[str, int], bytes]
-"""Digests of leaves by tensor name and leaf number."""
 # The vector lanes of a core hash this many leaves at once (AVX-512; other kernels have 4 or 8).
 SIDE_BY_SIDE = 16
 _ROUNDS = 4  # full lanes that each thread needs; with fewer leaves a block is a group

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from ..state.tensors import DeviceTensor
 
 Blocks = tuple[int, int, int]  # columns of the matrix, rows and columns of a block
+#: The types of devices that may quantize, as torch calls them: ROCm's are "cuda", too.
 DEVICES = ("cuda",)
-"""The types of devices that may quantize, as torch calls them: ROCm's are "cuda", too."""
 _PIECE = 1 << 20  # elements: a piece needs some 40 bytes for each
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 

@@ -380,10 +380,10 @@ class _ColumnGroups:
         return out
 
 
+#: The scales of weights of which several ranks have a part each, and those may have parts of a
+#: block. The ``name`` is the same on all ranks; ``maxima`` are the largest magnitudes in blocks, as
+#: bits; ``agree`` takes those that another rank has found, and is called before anything is read.
 Shared = _Tiles | OfTensor
-"""The scales of weights of which several ranks have a part each, and those may have parts of a
-block. The ``name`` is the same on all ranks; ``maxima`` are the largest magnitudes in blocks, as
-bits; ``agree`` takes those that another rank has found, and is called before anything is read."""
 
 
 class Made(NamedTuple):
@@ -495,19 +495,19 @@ def gpt_oss_mxfp4(source: Source) -> list[Made] | None:
     ]
 
 
+#: What becomes of a weight; None: it stays as it is. Raises InputError.
 Format = Callable[[Source], list[Made] | None]
-"""What becomes of a weight; None: it stays as it is. Raises InputError."""
+#: The formats that `Publisher.publish` knows by name.
 FORMATS: dict[str, Format] = {
     "fp8_block": _fp8_block,
     "mxfp8": _mxfp8,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
 }
-"""The formats that `Publisher.publish` knows by name."""
+# What layers are called that have the same input, in the name of their weight.
 _FUSED = re.compile(
     r"([qkv]|gate|up|q_a)_proj(?=\.weight$)|kv_a_proj_with_mqa(?=\.weight$)|w[13](?=\.weight$)"
 )
-"""What layers are called that have the same input, in the name of their weight."""
 
 
 def _e4m3_codes(wanted: Floats) -> npt.NDArray[np.uint8]:

@@ -35,12 +35,12 @@ from .formats import (
     modelopt_nvfp4,
 )
 
+#: What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or
+#: a function.
 Quantize = str | Mapping[str, Any] | Callable[[str, Any], Mapping[str, Any] | None]
-"""What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or
-a function."""
 
+#: Under which a ``quantization_config`` has the modules that are left out.
 KEPT_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
-"""Under which a ``quantization_config`` has the modules that are left out."""
 _MODELOPT = {"NVFP4": "input_scale", "W4A16_NVFP4": ""}
 _COMPRESSED = {
     "mxfp8-quantized": "mxfp8",

@@ -33,8 +33,8 @@ from .layout import Runs, ShardedLayout, SlicedState, union
 _BATCH_BYTES = 64 << 20
 _LINKS_AT_ONCE = 4
 
+# Elements of tensors by name: ascending ranges [start, stop) that do not touch.
 _Ranges = dict[str, Runs]
-"""Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
 
 
 def restore_baseline(

@@ -21,8 +21,8 @@ from ..state.digest import LEAF_BYTES
 from ..state.tensors import DType, Empty, Segment, State, TensorSpec, dtype_of
 from ..sync.pending import PublishLayout
 
+#: Indices of one dimension: ascending ranges [start, stop).
 Runs = tuple[tuple[int, int], ...]
-"""Indices of one dimension: ascending ranges [start, stop)."""
 
 
 def union(runs: Iterable[tuple[int, int]]) -> Runs:

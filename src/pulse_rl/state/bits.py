@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from .._native import gather, holds, scan, scatter
 
+#: A flat numpy array of uint8, uint16, uint32 or uint64.
 UIntArray = npt.NDArray[Any]
-"""A flat numpy array of uint8, uint16, uint32 or uint64."""
 Positions = npt.NDArray[np.uint32]
 
 
@@ -69,11 +69,11 @@ def put(elements: UIntArray, positions: Positions, values: UIntArray, base: int 
 
 T = TypeVar("T", bound=np.generic)
 
+#: Bytes of a cache line.
 LINE = 64
-"""Bytes of a cache line."""
 
+#: Allocates uninitialized memory of the given number of bytes.
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
-"""Allocates uninitialized memory of the given number of bytes."""
 
 
 def pageable(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -23,8 +23,8 @@ from .tensors import DTYPES, DType, State, TensorSpec
 if TYPE_CHECKING:
     import torch
 
+#: A compute dtype as callers give it; see `compute_dtype_named`.
 DTypeLike = Union[str, "torch.dtype"]
-"""A compute dtype as callers give it; see `compute_dtype_named`."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
@@ -45,6 +45,8 @@ class Rounding(NamedTuple):
 
 
 # (mantissa bits, smallest normal exponent, largest finite number, overflow), see `Rounding`.
+#: The compute dtypes by their safetensors names. E4M3 has no infinity: it saturates at 448, as in
+#: inference engines.
 ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {
         "BF16": Rounding(7, 1, 0x7F7F0000, 0x7F800000),
@@ -53,16 +55,14 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
         "F8_E5M2": Rounding(2, 113, 0x47600000, 0x7F800000),
     }
 )
-"""The compute dtypes by their safetensors names. E4M3 has no infinity: it saturates at 448, as in
-inference engines."""
 
 _NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
 
 COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for name in ROUNDINGS})
 
 
+# Safetensors names by the names that NumPy's extensions and torch use.
 _SAFETENSORS_NAMES = {dtype.library: name for name, dtype in COMPUTE_DTYPES.items()}
-"""Safetensors names by the names that NumPy's extensions and torch use."""
 
 
 def compute_dtype_named(name: DTypeLike) -> DType:

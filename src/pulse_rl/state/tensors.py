@@ -267,8 +267,8 @@ class State:
             f"{dtypes or 'no dtype'}>"
         )
 
+    #: The stored names of the tensors that no cast to a compute dtype changes.
     uncast: frozenset[str] = frozenset()
-    """The stored names of the tensors that no cast to a compute dtype changes."""
 
     @classmethod
     def of(cls, source: StateSource, *, keep: Collection[str] = ()) -> State:
@@ -489,13 +489,13 @@ class State:
         raise StateMismatch(f"tensor {next(iter(theirs))!r} of {what} is missing")
 
 
+#: Allocates a state with uninitialized values, as `State.empty` does.
 Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
-"""Allocates a state with uninitialized values, as `State.empty` does."""
 
 
+#: The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
+#: a `State`. A module has the names and ties that ``save_pretrained`` would write.
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
-"""The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
-a `State`. A module has the names and ties that ``save_pretrained`` would write."""
 
 
 def _is_module(source: object) -> TypeIs[torch.nn.Module]:

@@ -25,8 +25,8 @@ from ..errors import (
     Untrusted,
 )
 
+#: Bytes, or chunks of them in order.
 Data = bytes | Iterable[bytes | memoryview]
-"""Bytes, or chunks of them in order."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 NAME_HINT = "Use letters, digits, '.', '_' and '-'; start with a letter or a digit."
@@ -35,10 +35,10 @@ MAX_NAME = 512
 MAX_LISTED = 1_000_000
 
 
+#: A long range of an object is read in pieces of at least this many bytes, over at most this many
+#: connections. At 80 ms and a loss of 0.1% one connection carries 6 Mbit/s in the long run, and
+#: eight of them 42. One connection read 51 MB in 68 s, eight in 11 s.
 PIECE_BYTES, CONNECTIONS = 4 << 20, 8
-"""A long range of an object is read in pieces of at least this many bytes, over at most this many
-connections. At 80 ms and a loss of 0.1% one connection carries 6 Mbit/s in the long run, and eight
-of them 42. One connection read 51 MB in 68 s, eight in 11 s."""
 
 DEFAULT_LATE_SECONDS = 600.0
 _REQUEST_SECONDS = 1.0  # a read is not late: for each call, and for each _MIN_RATE bytes
@@ -329,9 +329,9 @@ def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
 
 # -- objects that cannot be read or trusted
 
+#: Errors after which a reader skips an object. After any other error, such as StoreUnavailable, it
+#: cannot know whether the object is good.
 UNREADABLE = (NotFound, FormatError, Untrusted)
-"""Errors after which a reader skips an object. After any other error, such as StoreUnavailable, it
-cannot know whether the object is good."""
 
 _TRIES = 3
 _LOOKS_BETWEEN_LATER_TRIES = 64

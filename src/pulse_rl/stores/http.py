@@ -36,10 +36,10 @@ from ..store.base import (
     is_name,
 )
 
+#: Largest object that is read without saying how many bytes are expected.
 MAX_WHOLE_BYTES: Final = 256 << 20
-"""Largest object that is read without saying how many bytes are expected."""
+#: Objects in a page of a listing; one with fewer is the last.
 PAGE: Final = 1000
-"""Objects in a page of a listing; one with fewer is the last."""
 LISTING_TIMEOUTS = 10
 _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
@@ -287,8 +287,8 @@ class _Connection:
     def __init__(self, connection: HTTPConnection) -> None:
         self._connection = connection
         self._socket: DeadlineSocket | None = None
+        #: Whether the server has answered on it before.
         self.reused = False
-        """Whether the server has answered on it before."""
         self.idle_since = 0.0
 
     def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:

@@ -33,15 +33,15 @@ from ..store.base import (
 )
 
 _PAGE = 1000
+# Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
+# own: minutes.
 _FIRST_LIMITS: dict[str, Any] = {
     "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}
 }
-"""Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
-own: minutes."""
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
+# The process that made the first request. obstore's threads, which all stores share, are not in its
+# forked children, where a request would wait for ever.
 _used_by: int | None = None
-"""The process that made the first request. obstore's threads, which all stores share, are not in
-its forked children, where a request would wait for ever."""
 
 
 def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:

@@ -24,17 +24,17 @@ from ..state.header import header_bytes, header_length, parse_header
 from ..state.tensors import Empty, Segment, State, TensorSpec
 from .manifest import Payload
 
+#: SHA-256 is one chain of steps, so one large shard hashes on one core. Several small ones are
+#: hashed in parallel.
 DEFAULT_SHARD_BYTES = 1 << 27
-"""SHA-256 is one chain of steps, so one large shard hashes on one core. Several small ones are
-hashed in parallel."""
+#: The safetensors metadata that lists which tensors are slices, and where each slice starts.
 SLICES_KEY = "pulse.slices"
-"""The safetensors metadata that lists which tensors are slices, and where each slice starts."""
 # One request of 64 KiB reads most headers whole.
 _FIRST_READ = 1 << 16
 _NAMED_SHARDS = 16
+# JSON takes up to 28 times its bytes as Python objects, in each thread. A larger header is parsed
+# only if the shard's SHA-256 is right.
 _LARGE_HEADER = 1 << 17
-"""JSON takes up to 28 times its bytes as Python objects, in each thread. A larger header is parsed
-only if the shard's SHA-256 is right."""
 
 
 def restore(

@@ -35,9 +35,9 @@ _STREAM_ID = re.compile(r"[0-9a-f]{32}")
 # manifest once.
 _MOST = 1 << 14
 _MAX_BYTES = 32 << 20
+#: Identifies a link: base, version, and the digest of a fold's list or of the first payload (""
+#: while it is unknown).
 Key = tuple[int | None, int, str]
-"""Identifies a link: base, version, and the digest of a fold's list or of the first payload (""
-while it is unknown)."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from ..errors import InputError, StreamError
 from ..store.base import NAME_HINT
 
+#: The kinds of payload: a patch, one file of an anchor, and a file next to the weights.
 PATCH, SHARD, FILE = "patch", "safetensors", "file"
-"""The kinds of payload: a patch, one file of an anchor, and a file next to the weights."""
 
+#: The stored digests of a state: the digests of tensors; or the tensors' specs and leaves.
 TENSORS, LEAVES = "tensors", "leaves"
-"""The stored digests of a state: the digests of tensors; or the tensors' specs and leaves."""
 
+#: The greatest version or epoch.
 MOST = 10**12 - 1
-"""The greatest version or epoch."""
 # A number this far above the one before is junk: no stream skips a million versions.
 _FARTHEST = 1 << 20
 
@@ -37,13 +37,13 @@ _WORKER = re.compile(rf"({_WORD.pattern})-([0-9]{{12}})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 
 MAX_FILES = 256
+#: The bytes of all files of a version. The largest tokenizers have a third of it.
 MAX_FILES_BYTES = 128 << 20
-"""The bytes of all files of a version. The largest tokenizers have a third of it."""
 _MAX_NAME = 255
 FILE_NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _FILE_NAME = re.compile(rf"{FILE_NAME_PART}(?:/{FILE_NAME_PART}){{0,3}}")
+# A loader would take such a file for weights, or execute its content.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
-"""A loader would take such a file for weights, or execute its content."""
 _OURS = "pulse."
 
 

@@ -53,8 +53,8 @@ class Signer:
 
     def __init__(self, seed: bytes) -> None:
         self._key = _private_key(seed)
+        #: 64 hexadecimal digits, to be given to subscribers as a trusted key.
         self.public_key: str = self._key.public_key().public_bytes_raw().hex()
-        """64 hexadecimal digits, to be given to subscribers as a trusted key."""
 
     def __repr__(self) -> str:
         return f"<Signer with the public key {self.public_key}>"

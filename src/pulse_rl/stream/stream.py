@@ -72,10 +72,10 @@ from .signing import (
     write_fold,
 )
 
+# Parallel requests for lengths.
 _AT_ONCE = 8
-"""Parallel requests for lengths."""
+# Attempts to claim a stream while other publishers claim it too.
 _TRIES = 100
-"""Attempts to claim a stream while other publishers claim it too."""
 
 
 class Head(NamedTuple):

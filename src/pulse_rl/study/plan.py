@@ -97,8 +97,8 @@ from ..errors import InputError
 from ..store.base import CONNECTIONS, PIECE_BYTES
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 
+#: A full sync, patches by the paper's codec, patches by ours, without and with history.
 METHODS = ("full", "zstd", "auto", "history")
-"""A full sync, patches by the paper's codec, patches by ours, without and with history."""
 
 PHASES = ("encode", "hash", "upload", "download", "verify", "apply")
 CODING = ("encode", "hash", "verify", "apply")
@@ -125,19 +125,18 @@ class Costs:
     apply_change: float
 
 
+#: On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered:
+#: what docs/benchmarks.md measures beside what "auto" takes without it, on top of that.
 COSTS = {
     "full": Costs(0, 0, 0, 0),
     "zstd": Costs(0.5, 20, 0.25, 16),
     "auto": Costs(0.8, 98, 0.4, 64),
     "history": Costs(1.0, 110, 0.54, 70),
 }
-"""On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered:
-what docs/benchmarks.md measures beside what "auto" takes without it, on top of that."""
 
 HASH_BYTE = 0.5
+#: Nanoseconds a byte of one core: SHA-256, and what an anchor takes on top of it, one core a shard.
 ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
-"""Nanoseconds a byte of one core: SHA-256, and what an anchor takes on top of it, one core a
-shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,13 +374,13 @@ class _Quantized(NamedTuple):
     scales: float
 
 
+#: As one run with FP32 masters had it, between its two learning rates (docs/quantized.md).
 QUANTIZED = {
     "fp8_block": _Quantized(1 + 4 / 128**2, 0.079, 0.9 / 128**2),
     "mxfp8": _Quantized(1 + 1 / 32, 0.085, 0),
     "mxfp4": _Quantized(1 / 2 + 1 / 32, 0.004, 0),
     "nvfp4": _Quantized(1 / 2 + 1 / 16, 0.0056, 1e-5),
 }
-"""As one run with FP32 masters had it, between its two learning rates (docs/quantized.md)."""
 
 
 def quantized_inputs(params: int, density: float, name: str) -> dict[str, Any]:

@@ -29,17 +29,17 @@ _SIZE = (9.0, 2.8)  # inches, of one chart
 _MAX_POINTS = 2000
 _MAX_CHARTS = 8  # of evaluations, and of workers
 _MAX_TEXT = 300
+# Tol's bright scheme: told apart by color-blind readers, on white and on black.
 _COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-"""Tol's bright scheme: told apart by color-blind readers, on white and on black."""
 
+# The events that are drawn, and the numbers without which they are left out: another release may
+# have written them.
 _NUMBERS = {
     "published": ("time", "version", "elements", "dense_bytes", "patch_bytes", "anchor_bytes"),
     "synced": ("time", "version", "fetched_bytes", "seconds", "lag_seconds"),
     "evaluated": ("time", "version"),
     "fallback_used": ("time",),
 }
-"""The events that are drawn, and the numbers without which they are left out: another release may
-have written them."""
 
 Run = dict[str, Any]
 _PAGE = """<!doctype html>

@@ -29,8 +29,8 @@ _HINT = (
     "Give a folder whose entries are .safetensors files or folders of checkpoints, or a "
     "store and its stream."
 )
+# Of memory: worth it to save a pass over the states.
 _SPARE_BYTES = 1 << 30
-"""Of memory: worth it to save a pass over the states."""
 DEFAULT_KS = (1, 2, 4, 8, 16, 32)
 CODED_PAIRS = 3
 

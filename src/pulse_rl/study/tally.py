@@ -44,8 +44,8 @@ from ..state.bits import UIntArray
 from ..state.tensors import TensorSpec
 from .plan import bandwidth_for
 
+#: How the names of scales end in checkpoints.
 SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales", ".scale")
-"""How the names of scales end in checkpoints."""
 
 LAYERS = ("embeddings", "attention", "mlp", "norms", "head", "biases", "others")
 
@@ -89,8 +89,8 @@ class ChangeCount(NamedTuple):
     touched: int
 
 
+#: A block in the patch of one pair, by codec.
 CodedBlock = dict[str, BlockEntry]
-"""A block in the patch of one pair, by codec."""
 
 
 class BlockRecord:
@@ -281,13 +281,13 @@ class Tally:
         }
 
 
+# Stand for the roots of a pair in its patch headers, whose size they do not change.
 _ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
-"""Stand for the roots of a pair in its patch headers, whose size they do not change."""
 
 FORMAT = "pulse.study.1"
 TARGET = 0.9
+#: The paper's: with it U = T / (T + 8 S / B) gives its Figure 1.
 STEP_SECONDS = 50.0
-"""The paper's: with it U = T / (T + 8 S / B) gives its Figure 1."""
 
 
 def kind_of(spec: TensorSpec) -> str:

@@ -34,8 +34,8 @@ from .pending import PublishState
 # A commit of unknown outcome is repeated within this time only. Garbage collection spares younger
 # payloads: its grace period is an hour by default.
 _LATEST_COMMIT_SECONDS = 600.0
+# Shards that are stored in parallel: one is uploaded while the other is hashed.
 _AT_ONCE = 2
-"""Shards that are stored in parallel: one is uploaded while the other is hashed."""
 
 
 class Content(NamedTuple):
@@ -101,9 +101,9 @@ class Committer:
         self._claimed_as = ""
         self._given_id: str | None = None
         self._refused: str | None = None
+        # A version whose commit is not confirmed, with the time (Unix seconds) at which its
+        # payloads were stored.
         self._pending: tuple[Manifest, float] | None = None
-        """A version whose commit is not confirmed, with the time (Unix seconds) at which its
-        payloads were stored."""
         self._since_anchor = 0
         self._anchor_due = False
         self._together = self._looks_for_payloads = together

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 # Patches that are fetched while one is applied.
 _PREFETCH = 4
 _NOTHING = History()
+# A reader remembers at most one part in this many of the state's bytes, whatever a manifest says.
+# Publishers remember a twelfth.
 _LARGEST_SHARE = 8
-"""A reader remembers at most one part in this many of the state's bytes, whatever a manifest says.
-Publishers remember a twelfth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class HostState:
         self._keeps = True
         self._at: _Position | None = None
         self._pinned: list[weakref.ref[Update]] = []
+        #: The links that were followed since the list was last cleared.
         self.followed: list[Link] = []
-        """The links that were followed since the list was last cleared."""
 
     @property
     def version(self) -> int | None:

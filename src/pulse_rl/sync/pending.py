@@ -28,8 +28,8 @@ from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Payload
 
 _NOTHING = History()
+#: The start of `PublishState.reason` for a patch that would be no smaller than the state.
 NO_SMALLER = "anchor: a patch would have"
-"""The start of `PublishState.reason` for a patch that would be no smaller than the state."""
 
 
 @dataclass(frozen=True)

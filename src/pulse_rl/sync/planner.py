@@ -15,9 +15,9 @@ from ..stream.stream import Stream
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind; from here on folds and anchors are worth a listing
+#: Errors that make a link unusable, so that another path is worth trying. StoreUnavailable is not
+#: among them.
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
-"""Errors that make a link unusable, so that another path is worth trying. StoreUnavailable is not
-among them."""
 
 
 def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[Link]:

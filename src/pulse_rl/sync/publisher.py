@@ -56,8 +56,8 @@ class PublisherSettings:
     trusted_keys: Collection[str] = ()
     threads: int | None = None
     on_event: Listener | None = None
+    #: All trusted keys, the signer's included; None: every version is trusted.
     keys: frozenset[str] | None = field(init=False, default=None)
-    """All trusted keys, the signer's included; None: every version is trusted."""
 
     def __post_init__(self) -> None:
         checked_number("anchor_ratio", self.anchor_ratio)

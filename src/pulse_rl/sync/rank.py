@@ -71,9 +71,9 @@ _log = logging.getLogger("pulse_rl")
 # Each stale commit is of an older publisher that did not know of its successor; more than a few in
 # a row mean that publishers fight over the stream.
 _MAX_STALE_COMMITS = 8
+# Bytes. Below this a request costs more than its payload, so even a patch larger than the state is
+# stored as a patch.
 _SMALL = 1 << 16
-"""Bytes. Below this a request costs more than its payload, so even a patch larger than the state is
-stored as a patch."""
 
 
 class Recovery(StrEnum):
@@ -101,10 +101,10 @@ class RankPublisher:
     ) -> None:
         self.shard_bytes = DEFAULT_SHARD_BYTES
         self.history = HistoryPolicy(ranks.size)
+        #: Whether the stream must have no versions before the first one from here.
         self.new = False
-        """Whether the stream must have no versions before the first one from here."""
+        #: Deletes old versions, on rank 0 with ``keep``.
         self.retention: Retention | None = None
-        """Deletes old versions, on rank 0 with ``keep``."""
         self._stream = stream
         self._ranks = ranks
         self._threads = settings.threads

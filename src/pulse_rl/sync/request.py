@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..sharding.layout import SliceSpec
     from ..submit import Snapshot
 
+#: A version's files as callers may pass them: a mapping of names to bytes or paths, or the folder
+#: of a checkpoint.
 Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
-"""A version's files as callers may pass them: a mapping of names to bytes or paths, or the folder
-of a checkpoint."""
 
 
 class LocalState(NamedTuple):

@@ -138,9 +138,9 @@ class Subscriber(Closing, NotCopyable):
         self._delivered: list[Receipt] = []
         self._files: dict[str, bytes] = {}
         self._known: Manifest | None = None
+        # The checkpoint on disk that was last written or found: its unchanged parts need not be
+        # written again.
         self._checkpoint: Path | None = None
-        """The checkpoint on disk that was last written or found: its unchanged parts need not be
-        written again."""
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """The store with the cache in front of it, if there is one."""

@@ -40,6 +40,8 @@ from ..store.base import MAX_NAME
 
 __all__ = ["StoreConformance"]
 
+#: Names that no object may have: they could leave the store's folder, hide in it, or read otherwise
+#: elsewhere.
 BAD_NAMES = (
     *(
         "",
@@ -61,8 +63,6 @@ BAD_NAMES = (
     ),
     *("a\n", "a:b", "a?b", "a%2e%2e", "~", "x" * (MAX_NAME + 1)),
 )
-"""Names that no object may have: they could leave the store's folder, hide in it, or read otherwise
-elsewhere."""
 
 
 class Guarantee(StrEnum):
@@ -137,12 +137,12 @@ class StoreConformance(ABC):
     ``clock_seconds`` may be lowered or raised to suit the store; no other difference is allowed.
     """
 
+    #: Size of a large object: more than one part of a multipart upload.
     large_bytes: ClassVar[int] = 12 << 20
-    """Size of a large object: more than one part of a multipart upload."""
+    #: Objects in a long list: more than one page of it.
     many_objects: ClassVar[int] = 1003
-    """Objects in a long list: more than one page of it."""
+    #: An object that is written again this many seconds later has a later time of writing.
     clock_seconds: ClassVar[float] = 2.0
-    """An object that is written again this many seconds later has a later time of writing."""
 
     @abstractmethod
     def new_store(self) -> Store:

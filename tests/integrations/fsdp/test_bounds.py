@@ -23,8 +23,8 @@ from tests.support.trainers import Trainer, together
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
+#: Of the documents: blocks and their code in flight, chunks of columns.
 CONSTANT = 48 * MIB
-"""Of the documents: blocks and their code in flight, chunks of columns."""
 
 
 def weights(

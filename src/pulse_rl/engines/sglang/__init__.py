@@ -28,10 +28,10 @@ from ..transport import (
 
 __all__ = ["EngineHandle", "connect", "switch_together"]
 
+#: The ``load_format`` of an update, and the value of ``--custom-weight-loader``.
 LOADER = "pulse_rl.engines.sglang.load"
-"""The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""
+#: The action of ``/weights_checker`` that the plugin answers.
 ACTION = "pulse"
-"""The action of ``/weights_checker`` that the plugin answers."""
 _START = (
     f"Install pulse-rl next to SGLang 0.5.23, and start it with --custom-weight-loader {LOADER}."
 )

@@ -208,8 +208,8 @@ def start(checkpoint: str) -> Any:
     )
 
 
+#: What a request to ``/v1/completions`` asks for, for `completions`.
 COMPLETED = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
-"""What a request to ``/v1/completions`` asks for, for `completions`."""
 
 
 def completions(answer: Any) -> list[Generated]:

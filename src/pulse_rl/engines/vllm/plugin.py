@@ -47,8 +47,8 @@ _METHODS = frozenset(
         "shutdown",
     }
 )
+# Parameters that vLLM neither reloads nor derives.
 _KEPT = ("bias",)
-"""Parameters that vLLM neither reloads nor derives."""
 _OF_CACHES = ("_scale", "_zero_point")
 _HINT = (
     "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, "
