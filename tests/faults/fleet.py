@@ -76,7 +76,7 @@ class Follower:
                 hit = _hit(origin) if origin else any(map(_hit, self._servers))
                 excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
                 if isinstance(error, ChainGap) and self.select is not None and origin is None:
-                    excused |= self._fleet.copy_lacks_digests()
+                    excused = excused or self._fleet.copy_lacks_digests()
                 check(excused, f"{self} failed without a fault: {error!r}")
         if any(server.inner.dead for server in self._servers):
             self.start()

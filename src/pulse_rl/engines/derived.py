@@ -20,7 +20,7 @@ import torch
 from ..errors import StateMismatch, UnsupportedTensor
 from ..frameworks.torch import _INTS
 from ..state.tensors import State
-from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_flat
+from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_flat, memory
 from .node import Node, Staging
 from .proof import broadcast
 
@@ -210,7 +210,8 @@ def _changes(
     flat = {name: as_flat(tensor) for name, tensor in loaded.items()}
 
     def place(part: Rectangle, source: torch.Tensor) -> None:
-        flat[part.parameter].as_strided(part.sizes, part.target_strides, part.target).copy_(source)
+        put = memory(flat, part).as_strided(part.sizes, part.target_strides, part.target)
+        put.copy_(source)
 
     broadcast(node, boxes, state, place)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +32,10 @@ from ..state.tensors import State
 
 Indices = npt.NDArray[np.int64]
 _OTHER_MODEL = (
-    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of "
-    "a model of transformers the trainer publishes checkpoint_weights(model): its state_dict has "
-    "fused experts and more names."
+    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. The "
+    "trainer publishes the whole model, frozen parts included, under the names of its checkpoint: "
+    "checkpoint_weights(model) of transformers."
 )
-_CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
 _QUANTIZE = (
     "Let the trainer publish what the engine has loaded: publish(state, quantize=…), "
     "docs/quantized.md."
@@ -59,13 +60,15 @@ class Rectangle:
     axis.size``.
 
     ``axes`` go from the widest step in the source to the narrowest. No two elements share a place.
-    Made by `make`.
+    ``widened``: BF16 elements go to an FP32 parameter, whose memory counts in halves of an element:
+    the high half has the bits of the source, the low half is 0. Made by `make`.
     """
 
     parameter: str
     source: int
     target: int
     axes: tuple[Axis, ...]
+    widened: bool = False
 
     @classmethod
     def make(
@@ -74,12 +77,15 @@ class Rectangle:
         sizes: Sequence[int],
         source: tuple[int, Sequence[int]],
         target: tuple[int, Sequence[int]],
+        widened: bool = False,
     ) -> Rectangle:
         """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are
-        (offset, strides).
+        (offset, strides), in elements.
 
         Raises ValueError where elements of a view share a place.
         """
+        if widened:
+            target = 2 * target[0] + 1, [2 * stride for stride in target[1]]
         axes = [
             Axis(n, s, t) for n, s, t in zip(sizes, source[1], target[1], strict=True) if n != 1
         ]
@@ -97,7 +103,12 @@ class Rectangle:
                 if step <= reach:
                     raise ValueError(f"elements of a view of {list(sizes)} share a place")
                 reach += step * (size - 1)
-        return cls(parameter, source[0], target[0], tuple(joined))
+        return cls(parameter, source[0], target[0], tuple(joined), widened)
+
+    @property
+    def low_half(self) -> Rectangle:
+        """Of a widened box: the low halves of the same elements."""
+        return replace(self, target=self.target - 1)
 
     @property
     def elements(self) -> int:
@@ -162,7 +173,7 @@ class Rectangle:
         if high - low > 1:
             inner.insert(0, Axis(high - low, first.source, first.target))
         source, target = self.source + low * first.source, self.target + low * first.target
-        return Rectangle(self.parameter, source, target, tuple(inner))
+        return replace(self, source=source, target=target, axes=tuple(inner))
 
 
 def _reach(axes: Sequence[Axis]) -> int:
@@ -175,23 +186,32 @@ class LoaderMap:
 
     ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine
     then derives others from (`derived`); ``padding``: the constants with which the loader fills
-    elements, by parameter; ``unused``: tensors of which this rank holds nothing.
+    elements, by parameter; ``unused``: tensors of which this rank holds nothing; ``ties``: pairs of
+    tensors that the engine keeps in one place, so that they must be equal.
     """
 
     boxes: dict[str, tuple[Rectangle, ...]]
     derived: dict[str, tuple[Rectangle, ...]]
     padding: dict[str, frozenset[float]]
     unused: tuple[str, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def filled(self) -> set[str]:
+        """The parameters and buffers that the stream fills, at least in part."""
+        found = chain.from_iterable((*self.boxes.values(), *self.derived.values()))
+        return {box.parameter for box in found}
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
     """``values``, unsigned integers of the element's width, for ``positions`` in the memory of
-    ``parameter``."""
+    ``parameter``; ``widened``: see `Rectangle`."""
 
     parameter: str
     positions: Indices
     values: UIntArray
+    widened: bool = False
 
 
 class WholeRectangle(NamedTuple):
@@ -221,20 +241,20 @@ class LiveWeights:
 
     def view(self, box: Rectangle) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
-        return self.flat[box.parameter].as_strided(box.sizes, box.target_strides, box.target)
+        return memory(self.flat, box).as_strided(box.sizes, box.target_strides, box.target)
 
-    def take(self, parameter: str, positions: Indices) -> UIntArray:
-        """The bits at ``positions``."""
-        flat = self.flat[parameter]
+    def take(self, change: Scattered) -> UIntArray:
+        """The bits at the positions of ``change``."""
+        flat = memory(self.flat, change)
         if flat.device.type == "cpu":  # four times as fast as by torch
-            taken = flat.numpy()[positions]
+            taken = flat.numpy()[change.positions]
         else:
-            taken = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
+            taken = flat[torch.from_numpy(change.positions).to(flat.device)].cpu().numpy()
         return taken.view(f"<u{taken.itemsize}")
 
     @torch.no_grad()
     def put(self, scatter: Scattered) -> None:
-        flat = self.flat[scatter.parameter]
+        flat = memory(self.flat, scatter)
         if flat.device.type == "cpu":
             flat.numpy().view(scatter.values.dtype)[scatter.positions] = scatter.values
             return
@@ -263,19 +283,22 @@ class Journal:
                 box, source = change.box, as_ints(change.values)
                 self.write(box, source.as_strided(box.sizes, box.source_strides, box.source))
                 continue
-            old = self._live.take(change.parameter, change.positions)
-            self._taken.append(Scattered(change.parameter, change.positions, old))
+            self._taken.append(replace(change, values=self._live.take(change)))
             self._live.put(change)
 
     @torch.no_grad()
     def write(self, box: Rectangle, source: torch.Tensor) -> None:
         """Writes ``source``, integers of the element's width in the order of the box's axes, where
         it differs."""
-        view = self._live.view(box)
-        value = source.to(view.device)
-        if not torch.equal(view, value):
-            self._copies.append((box, view.to("cpu", copy=True)))
-            view.copy_(value)
+        halves = [(box, source)]
+        if box.widened:  # the engine may have loaded an FP32 checkpoint, with low halves of its own
+            halves.append((box.low_half, torch.zeros_like(source)))
+        for place, bits in halves:
+            view = self._live.view(place)
+            value = bits.to(view.device)
+            if not torch.equal(view, value):
+                self._copies.append((place, view.to("cpu", copy=True)))
+                view.copy_(value)
 
     @torch.no_grad()
     def keep_all(self) -> None:
@@ -306,7 +329,14 @@ def located(
             continue
         chosen, positions = box.locate(indices)
         if len(positions):
-            yield Scattered(box.parameter, positions, np.ascontiguousarray(values[chosen]))
+            taken = np.ascontiguousarray(values[chosen])
+            yield Scattered(box.parameter, positions, taken, box.widened)
+
+
+def memory(flat: Mapping[str, torch.Tensor], place: Rectangle | Scattered) -> torch.Tensor:
+    """The memory of ``flat`` in which the positions of ``place`` count."""
+    whole = flat[place.parameter]
+    return whole.view(torch.int16) if place.widened else whole
 
 
 def as_flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,10 +372,14 @@ def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] 
     except InputError:
         raise
     except Exception as error:  # a loader raises whatever its author chose
-        where = f" at {tracer.last!r}" if tracer.last else ""
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        shape = list(state.spec(tracer.last).shape) if tracer.last else []
+        where = f" at {tracer.last!r} {shape}" if tracer.last else ""
+        rows = getattr(getattr(model, "config", None), "vocab_size", None)
+        bare = f"{type(error).__name__} (the engine's vocab_size: {rows})"
+        reason = " ".join(str(error).split())[:120] or bare
         raise StateMismatch(
-            f"the engine's model does not take the stream's tensors{where}: {reason}",
+            f"the engine's model does not take the stream's tensors{where}: {reason}; the stream "
+            f"has {_families(state)}, the engine {_families(tracer.tensors)}",
             hint=_OTHER_MODEL,
         ) from error
     finally:
@@ -407,6 +441,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied: set[str] = set()
         self._constant: dict[str, float] = {}
         self._altered: dict[str, str] = {}
+        self._ties: dict[tuple[str, str], None] = {}
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors under all of their names, in memory that is reserved and never touched."""
@@ -474,25 +509,27 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if odd or source is None:
             written.odd = written.odd or odd
             return
-        # 3. A copy: a strided box of the source goes to one of the parameter. A cast on the way is
-        # refused, since an update writes bits.
+        # 3. A copy: a strided box of the source goes to one of the parameter. From BF16 to FP32 it
+        # is the high half of each element. Any other cast on the way is refused, since an update
+        # writes bits.
         value = args[1].expand(target.shape)
-        if value.dtype != target.dtype:
-            computes = target.dtype.is_floating_point and target.element_size() > 1
+        widened = (value.dtype, target.dtype) == (torch.bfloat16, torch.float32)
+        if value.dtype != target.dtype and not widened:
             raise UnsupportedTensor(
                 f"the stream's {source!r} is {_short(value.dtype)}, the engine's {name!r} "
                 f"{_short(target.dtype)}",
-                hint=_CAST if computes else _QUANTIZE,
+                hint=_cast_hint(value.dtype, target.dtype),
             )
         taken = (int(value.storage_offset()), value.stride())
         put = (int(target.storage_offset()), target.stride())
         try:
-            box = Rectangle.make(name, tuple(target.shape), taken, put)
+            box = Rectangle.make(name, tuple(target.shape), taken, put, widened)
         except ValueError as error:
             written.odd = str(error)
             return
-        if written.boxes.setdefault(box, source) != source:
-            written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
+        first = written.boxes.setdefault(box, source)
+        if first != source:  # a tied model, a stream with both tensors
+            self._ties[source, first] = None
 
     def _alter(
         self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]
@@ -510,14 +547,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
         plain: dict[str, tuple[Rectangle, ...]] = {}
         into_derived: dict[str, tuple[Rectangle, ...]] = {}
-        missing = []
+        missing: dict[str, str] = {}
         for name, written in self._written.items():
             if written.odd:
                 raise UnsupportedTensor(
                     f"the loader does not copy into the engine's {name!r} but computes it: "
                     f"{written.odd}",
-                    hint="Packed and quantized parameters cannot follow a stream yet; load the "
-                    "model unquantized.",
+                    hint="An update writes bits of the stream, and cannot repeat this. Start the "
+                    "engine unquantized if it packs or quantizes this parameter.",
                 )
         for name, parameter in model.named_parameters():
             stored = self._name(parameter)
@@ -526,10 +563,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = self._written.get(name, _Written())
             filled = sum(box.elements for box in written.boxes) + written.padding
             if filled != parameter.numel():
-                missing.append(f"{name!r} ({filled} of {parameter.numel()} elements)")
+                missing[name] = f"{name!r} ({filled} of {parameter.numel()} elements)"
         if missing:
             raise StateMismatch(
-                f"the stream does not fill {len(missing)} of the engine's parameters: {missing[0]}",
+                f"the stream does not fill {len(missing)} of the engine's parameters, "
+                f"{_families(missing)}: {next(iter(missing.values()))}",
                 hint=_OTHER_MODEL,
             )
         for written in self._written.values():
@@ -541,7 +579,29 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unused = tuple(
             spec.name for spec in self.state.specs if spec.name not in held and spec.elements
         )
-        return LoaderMap(plain, into_derived, padding, unused)
+        return LoaderMap(plain, into_derived, padding, unused, tuple(self._ties))
+
+
+def _families(names: Iterable[str]) -> str:
+    """The first parts of ``names`` with their numbers, the most frequent ones first."""
+    found = Counter(name.partition(".")[0] for name in names).most_common(4)
+    return ", ".join(f"{count} {family}.*" for family, count in found)
+
+
+def _cast_hint(source: torch.dtype, target: torch.dtype) -> str:
+    """How a stream of ``source`` and an engine's parameter of ``target`` come together."""
+    computes = {torch.float32, torch.bfloat16, torch.float16}
+    if target not in computes or source not in computes:
+        return _QUANTIZE
+    name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[target]
+    if target is torch.float32:
+        return f"Publish this tensor as {name}, in which the engine keeps it."
+    if source is torch.float32:
+        return f"Publish what the engine computes in: publish(state, dtype={name!r})."
+    return (
+        f"Start the engine with --dtype {_short(source)}; or let the trainer publish its FP32 "
+        f"masters with dtype={name!r}."
+    )
 
 
 def _constant(args: Sequence[Any]) -> float:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .._util.threads import ordered_map
-from ..errors import PulseError, UnsupportedTensor
+from ..errors import PulseError, StateMismatch, UnsupportedTensor
 from ..frameworks.torch import _INTS, dtype_of
 from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
@@ -41,6 +41,8 @@ _SPREAD = 0.05
 _NOISE = 2.0**-8
 # Where a container's limit of memory is. What it has used counts its cache of files, so that less
 # seems free.
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.weight$")
+_TABLE = re.compile(r"(^|[._])(embed|wte|word_embeddings)[a-z_]*\.weight$|embeddings\.weight$")
 _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -83,6 +85,8 @@ def differing(
             pairs = ((_in_window(here, part, start), live.view(part).cpu()) for part in parts)
             if shared and not all(torch.equal(there, own) for there, own in pairs):
                 wrong.add(spec.name)
+            if any(part.widened and live.view(part.low_half).any() for part in parts):
+                wrong.add(spec.name)
             if digest is not None and node.leader:
                 first = start * width // LEAF_BYTES
                 tasks = [raw[at : at + _TASK_BYTES] for at in range(0, len(raw), _TASK_BYTES)]
@@ -109,6 +113,38 @@ def require_whole(
                 f"the workers of this node hold only a part of {spec.name!r}",
                 hint="Keep tensor parallelism within a node; pipeline stages and replicas may be "
                 "on several.",
+            )
+
+
+def tied_heads(
+    specs: tuple[TensorSpec, ...], loader_map: LoaderMap, unused: Collection[str]
+) -> list[tuple[str, str]]:
+    """The pairs of stream tensors for which a generating engine has one place: two that its loader
+    writes there; and a head that no worker takes, with the embedding of the same form that the
+    engine uses as its head."""
+    heads = [spec for spec in specs if spec.name in unused and _HEAD.search(spec.name)]
+    tables = [spec for spec in specs if spec.name not in unused and _TABLE.search(spec.name)]
+    return [
+        *loader_map.ties,
+        *(
+            (head.name, table.name)
+            for head in heads
+            for table in tables
+            if (head.dtype, head.shape) == (table.dtype, table.shape)
+        ),
+    ]
+
+
+def require_tied(ties: Iterable[tuple[str, str]], digest: StateDigest | None) -> None:
+    """Raises StateMismatch where the version with ``digest`` has other values under the two names
+    of one of ``ties``."""
+    for head, table in ties:
+        if digest is not None and digest.leaves[head] != digest.leaves[table]:
+            raise StateMismatch(
+                f"the stream's {head!r} differs from {table!r}, and the engine uses one tensor for "
+                "both: it was started from a tied checkpoint",
+                hint="The trainer has untied the model. Start the engine from a folder of "
+                "`pulse follow`, or from a checkpoint that the trainer has saved since.",
             )
 
 
@@ -338,15 +374,27 @@ def padded(loader_map: LoaderMap, model: nn.Module) -> dict[str, torch.Tensor]:
             masks[name] = torch.empty_like(tensor, dtype=torch.bool).fill_(False)
     for box in (box for boxes in loader_map.boxes.values() for box in boxes):
         if box.parameter in masks:
-            masks[box.parameter].as_strided(box.sizes, box.target_strides, box.target).fill_(True)
+            step = 2 if box.widened else 1  # the box counts in halves of an element
+            strides = [stride // step for stride in box.target_strides]
+            masks[box.parameter].as_strided(box.sizes, strides, box.target // step).fill_(True)
     return masks
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The floating-point buffers that belong to the model's state."""
+    state = model.state_dict().keys()
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in state and buffer.is_floating_point() and buffer.numel()
+    }
 
 
 def _unlike_bits(
     live: nn.Module, other: nn.Module, weights: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    wrong, expected = [], dict(other.named_parameters())
-    for name, tensor in live.named_parameters():
+    wrong, expected = [], dict(other.named_parameters()) | persistent_buffers(other)
+    for name, tensor in (dict(live.named_parameters()) | persistent_buffers(live)).items():
         found = expected.get(name)
         same = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
         if same:

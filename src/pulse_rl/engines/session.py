@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,9 +32,12 @@ from .proof import (
     differing,
     load_all,
     padded,
+    persistent_buffers,
     require_scales_taken,
+    require_tied,
     require_whole,
     shortage,
+    tied_heads,
     trial_state,
     unlike,
     write_all,
@@ -51,7 +54,9 @@ class ProvedMap:
     whether it has been proved by the checkpoint that the model's own loader had read, and whether
     an update, or something else, has ``written`` to it. ``lost``: whether the engine has dropped
     what was in the parameters. ``proof``: how far that by a second model went: "computed", "bits
-    only: ...", "left out: ..."; empty before it."""
+    only: ...", "left out: ..."; empty before it. ``unused``: tensors of the stream that no worker
+    takes. ``ties``: see `LoaderMap`. ``buffers``: the bits of those that the stream does not fill,
+    where dummy weights had left noise."""
 
     loader_map: LoaderMap | None = None
     held: object = None
@@ -59,6 +64,9 @@ class ProvedMap:
     written: bool = False
     lost: bool = False
     proof: str = ""
+    unused: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LeaderStep(NamedTuple):
@@ -75,7 +83,8 @@ class Session:
     """``base``: the path of the checkpoint that the engine was started from, None if unknown;
     ``loaded``: whether it has loaded that, and not dummy weights; ``reloading``: see
     `proof.load_all`; ``forms``: the layers that compute with what they derive from the checkpoint;
-    ``fresh``: how to make another model, for a proof by that.
+    ``fresh``: how to make another model, for a proof by that; ``initial_buffers``: makes the
+    model's buffers as its class does, None if the engine cannot.
 
     ``live`` is None while the live parameters are not proved to be a version; ``report``: on the
     last update.
@@ -93,8 +102,10 @@ class Session:
         *,
         loaded: bool = True,
         fresh: Fresh | None = None,
+        initial_buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self._fresh = fresh
+        self._initial_buffers = initial_buffers
         self._loaded = loaded
         self.live: Version | None = None
         self.report: dict[str, Any] = {}
@@ -187,7 +198,11 @@ class Session:
             return
         specs, aliases = held
         loader_map = self._node.together(lambda: self._traced(State(specs, {}, aliases)))
-        require_scales_taken(specs, self._node.gathered(loader_map.unused))
+        everywhere = self._node.gathered(loader_map.unused)
+        require_scales_taken(specs, everywhere)
+        unused = sorted(set.intersection(*map(set, everywhere)))
+        ties = tied_heads(specs, loader_map, () if self._pools else unused)
+        self._require_tied(ties, self.staging.held)
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs, boxes))
@@ -195,7 +210,9 @@ class Session:
         # checkpoint.
         base = self.staging.base_digest
         comparable = self._node.common(base is not None and _covers(base, specs))
+        base_names = self._node.common([spec.name for spec in base.specs] if base else None)
         self._map.loader_map = loader_map
+        self._node.together(lambda: self._fill_buffers(loader_map, specs, base_names))
         wrong = self._differing(base, self.staging.base_state) if comparable else []
         if wrong and self._loaded and not self._map.written:
             self._map.loader_map = None
@@ -218,6 +235,10 @@ class Session:
             )
         # 4. What is live: the version that the checkpoint is, if it is one.
         self._map.held, self._map.proved = held, comparable and not wrong
+        self._map.unused, self._map.ties = tuple(unused), tuple(ties)
+        if unused and self._node.leader:
+            shown = ", ".join(unused[:5])
+            _log.warning("%d tensors of the stream have no place: %s", len(unused), shown)
         if self._map.proved:
             number, subscriber = self._node.shared(self._base_version()), self.staging.subscriber
             stream_id = subscriber.stream_id if subscriber is not None else None
@@ -241,6 +262,38 @@ class Session:
             for constant in constants:
                 parameter.data.fill_(constant)
 
+    def _fill_buffers(
+        self, loader_map: LoaderMap, specs: tuple[TensorSpec, ...], base: list[str] | None
+    ) -> None:
+        """Gives persistent buffers that the stream does not fill what the model's class makes them,
+        where dummy weights have left noise in them. ``base``: the names of the engine's checkpoint.
+
+        Raises UnsupportedTensor for a buffer whose value is known to a checkpoint alone."""
+        if self._loaded or self._map.proved or self._map.buffers:
+            return
+        mine = persistent_buffers(self._model)
+        left = {name: buffer for name, buffer in mine.items() if name not in loader_map.filled}
+        if not left:
+            return
+        made = self._initial_buffers() if self._initial_buffers is not None else {}
+        streamed = {spec.name for spec in specs}
+        # By the last two parts of a name: what comes before is not the same in all checkpoints.
+        stored = {_tail(name) for name in base or () if name not in streamed}
+        for name, buffer in left.items():
+            initial = made.get(name)
+            if initial is not None and torch.equal(initial, buffer):
+                continue
+            if initial is None or base is None or _tail(name) in stored:
+                raise UnsupportedTensor(
+                    f"the engine was started with dummy weights, and the stream does not fill its "
+                    f"buffer {name!r}",
+                    hint="Publish buffers, too: checkpoint_weights(model) or state_dict(), not "
+                    "named_parameters(). Or start the engine from its checkpoint, without "
+                    "--load-format dummy.",
+                )
+            buffer.data.copy_(initial)
+            self._map.buffers[name] = initial.detach().clone()
+
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have
         weights of trial for the tensors of ``stream``. The live weights are what they were then.
@@ -257,6 +310,10 @@ class Session:
         fresh, loader_map = self._fresh, self._loader_map
         trial = trial_state(stream.specs, stream.aliases)
         other = self._node.together(lambda: fresh.make(as_tensors(trial)))
+        mine = persistent_buffers(self._model)
+        for name, buffer in persistent_buffers(other).items():
+            if name in mine and name not in loader_map.filled:
+                buffer.data.copy_(mine[name])  # no stream decides on it
         journal = Journal(self._weights)
         try:
             leading = trial if self._node.leader else None
@@ -286,6 +343,20 @@ class Session:
     def _traced(self, state: State) -> LoaderMap:
         with self._forms.within():
             return trace_loader(self._model, state, self._forms.names)
+
+    def _require_tied(self, ties: Iterable[tuple[str, str]], version: Version | None) -> None:
+        digest = version.digest if version is not None and self._node.leader else None
+        self._node.together(lambda: require_tied(ties, digest))
+
+    @property
+    def _pools(self) -> bool:
+        """Whether the engine has no head: it gives hidden states or scores."""
+        return bool(getattr(self._model, "is_pooling_model", False))
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The tensors of the stream that no worker takes."""
+        return self._map.unused
 
     def _held_tensors(self) -> Any:
         """The tensors of the stream as the leader holds them: (specs, aliases)."""
@@ -359,6 +430,7 @@ class Session:
                 self._node.together(lambda: journal.apply(self._changes_of(prepared)))
             else:
                 now = self._write_all(journal)
+            self._require_tied(self._map.ties, now)
             self._node.together(lambda: journal.apply(derived))
             self._node.together(self._weights.synchronize)
             written = time.perf_counter()
@@ -499,9 +571,16 @@ class Session:
         """The tensors that are not those of the version with ``digest``, of which ``state`` is;
         leader only."""
         wrong = differing(self._node, self._weights, self._loader_map, digest)
+        mine = dict(self._model.named_buffers())
+        changed = {n for n, bits in self._map.buffers.items() if not torch.equal(mine[n], bits)}
+        wrong += self._node.union(changed)
         if self._forms.layers:
             wrong += self._derived.differing(self._loader_map, state())
         return wrong
+
+
+def _tail(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
 
 
 def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:

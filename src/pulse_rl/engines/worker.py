@@ -201,6 +201,7 @@ class Worker:
                 "left": session.left,
                 "derives": session.derives,
                 "proof": session.proof,
+                "unused": list(session.unused),
                 "report": session.report,
             }
             status["failed"] = error is not None

@@ -28,6 +28,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from ...errors import PulseError
 from ..derived import PreQuantLayers
 from ..node import Node
+from ..processed import as_meta
 from ..proof import Fresh
 from ..session import ProvedMap, Session, local_checkpoint
 from ..transport import WEIGHTS, InitInfo
@@ -110,7 +111,16 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         another = None if alone else fresh(self.model, self.vllm_config, self.device)
         loaded = self.vllm_config.load_config.load_format != "dummy"
         return Session(
-            self.model, info, node, known, base, around, forms, loaded=loaded, fresh=another
+            self.model,
+            info,
+            node,
+            known,
+            base,
+            around,
+            forms,
+            loaded=loaded,
+            fresh=another,
+            initial_buffers=partial(initial_buffers, self.vllm_config, self.device),
         )
 
     def _pre_quant_layers(self) -> PreQuantLayers:
@@ -215,18 +225,58 @@ def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
         finalize_layerwise_reload(model, model_config)
 
 
+def set_apart(config: VllmConfig) -> VllmConfig:
+    """A copy for another model, which registers its layers there."""
+    apart = copy.copy(config)
+    apart.compilation_config = copy.copy(config.compilation_config)
+    apart.compilation_config.static_forward_context = {}
+    apart.compilation_config.static_all_moe_layers = []
+    return apart
+
+
+def initial_buffers(config: VllmConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """The buffers of a model that loads nothing. Its parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = as_meta(parameter)  # type: ignore[assignment]
+
+    model_config = config.model_config
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        with set_default_torch_dtype(model_config.dtype), device:
+            model: nn.Module = base_loader.initialize_model(
+                vllm_config=set_apart(config), model_config=model_config
+            )
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return dict(model.named_buffers())
+
+
+def tie_as(model: nn.Module, live: nn.Module) -> None:
+    """Ties the parameters of ``model`` that share memory in ``live``: vLLM ties a head again after
+    loading if it equals the embedding, whatever the config says."""
+    first: dict[int, str] = {}
+    for name, parameter in live.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, model.get_parameter(known))
+
+
 def fresh(live: nn.Module, config: VllmConfig, device: torch.device) -> Fresh:
     """How to make and run a second model for ``config``, which knows nothing of the modules of the
     ``live`` one."""
-    apart = copy.copy(config)
-    apart.compilation_config = copy.copy(config.compilation_config)
-    model_config = config.model_config
+    apart, model_config = set_apart(config), config.model_config
 
     def make(tensors: Iterator[tuple[str, torch.Tensor]]) -> nn.Module:
         apart.compilation_config.static_forward_context = {}
         apart.compilation_config.static_all_moe_layers = []
         with set_default_torch_dtype(model_config.dtype), device:
             model: Any = base_loader.initialize_model(vllm_config=apart, model_config=model_config)
+            tie_as(model, live)
             with set_current_vllm_config(apart):
                 model.load_weights(tensors)
                 base_loader.process_weights_after_loading(model, model_config, device)
@@ -243,6 +293,9 @@ def fresh(live: nn.Module, config: VllmConfig, device: torch.device) -> Fresh:
             hidden: Any = model(
                 input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None
             )
+            if getattr(model, "is_pooling_model", False):
+                pooled: torch.Tensor = hidden
+                return pooled
             noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
             logits: torch.Tensor | None = model.compute_logits(noise)
         return logits

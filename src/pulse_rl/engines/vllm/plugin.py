@@ -249,7 +249,8 @@ def _processes(module: nn.Module) -> bool:
     """Whether the module's method does something after loading."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    method = getattr(module, "quant_method", None)
+    # Its own method: a pooling model's placeholder for a head lends that of a missing layer.
+    method = module._modules.get("quant_method") or vars(module).get("quant_method")
     if not isinstance(method, QuantizeMethodBase) or _scales_caches(method):
         return False
     return getattr(type(method), HOOK) is not getattr(QuantizeMethodBase, HOOK)
