@@ -90,8 +90,41 @@ FAMILIES: dict[str, Config] = {
     ),
     "DeepSeek V2": _of("DeepseekV2Config", **_LATENT, topk_method="greedy", scoring_func="softmax"),
     "DeepSeek V3": _of("DeepseekV3Config", **_LATENT | {"q_lora_rank": 64}, topk_method="noaux_tc"),
+    "GLM-4.5 MoE": _of(  # vLLM keeps its gates in FP32
+        "Glm4MoeConfig",
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),
     "Gemma 2": _of("Gemma2Config", head_dim=32, query_pre_attn_scalar=32),
     "Gemma 3": _of("Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=32),
+    "Gemma 3n": _of(  # vLLM keeps its output scale in FP32
+        "Gemma3nTextConfig",
+        head_dim=32,
+        intermediate_size=[256, 256],
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=0,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+    ),
+    "Gemma 4": _of(  # a scale of each layer is a buffer
+        "Gemma4TextConfig",
+        head_dim=32,
+        global_head_dim=32,
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+    ),
     "Phi 3": _of("Phi3Config"),
     "GPT-2": lambda **options: transformers.GPT2Config(
         vocab_size=512,
@@ -156,11 +189,12 @@ UNTIED_ONLY = {
     "GPT-OSS",
     "DeepSeek V2",
     "DeepSeek V3",
+    "GLM-4.5 MoE",
     "Phi 3",
     "Qwen2.5-VL",
 }
 #: Families of which vLLM takes no head of their own.
-TIED_ONLY = {"Gemma 2", "Gemma 3"}
+TIED_ONLY = {"Gemma 2", "Gemma 3", "Gemma 3n", "Gemma 4"}
 
 
 class Trained:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.zoo import FAMILIES, TIED_ONLY, UNTIED_ONLY, measure
 
-FAST = {("Qwen3-MoE", 1, False)}
+FAST = {("GLM-4.5 MoE", 1, False)}
 #: Families that are refused, and a part of the reason.
 REFUSED: dict[str, str] = {}
 

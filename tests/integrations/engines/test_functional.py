@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from pulse_rl import State
 from pulse_rl.engines import proof as functional
 from pulse_rl.engines.handle import EngineHandle
+from pulse_rl.engines.node import Node
 from pulse_rl.engines.proof import Fresh, shortage
+from pulse_rl.engines.session import Session
 from pulse_rl.engines.transport import InitInfo
 from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.follow.checkpoint import save
 
-from .world import Model, World
+from .world import Model, World, stage
 
 
 def another(weights: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:
@@ -95,6 +100,55 @@ def test_no_second_model_is_made_where_memory_may_not_suffice(
     with pytest.raises(InputError, match="left out: no memory"):
         session.prove()
     assert world.live()
+
+
+class Scaled(Model):
+    """With a scale that its class makes 2, and that vLLM's dummy loader would fill with noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+
+def dummy_world(world: World, **settings: Any) -> Session:
+    """Whose engine was started with dummy weights."""
+    world.make, world.model = Scaled, Scaled()
+    for tensor in (*world.model.parameters(), *world.model.buffers()):
+        tensor.data.fill_(1e-3)
+    world.step()
+    info, base = InitInfo(world.store, "policy", follow=False), str(world.base)
+    session = Session(
+        world.model,
+        info,
+        Node(None),
+        world.map,
+        base,
+        nullcontext,
+        world.model.forms(),
+        loaded=False,
+        **settings,
+    )
+    world.sessions.append(session)
+    stage(session)
+    return session
+
+
+def test_buffers_of_dummy_weights_are_made_as_the_class_makes_them(world: World) -> None:
+    session = dummy_world(world, initial_buffers=lambda: dict(Scaled().named_buffers()))
+    session.update(None)
+    assert world.live()
+    assert world.model.get_buffer("scale").tolist() == [2.0] * 3
+    assert session.audit() == []
+    world.model.get_buffer("scale").fill_(3)
+    assert session.audit() == ["scale"]
+
+
+def test_a_buffer_that_only_a_checkpoint_knows_is_refused_by_name(world: World) -> None:
+    save(world.base, State.of(world.tensors | {"scale": torch.ones(3)}))
+    session = dummy_world(world, initial_buffers=lambda: dict(Scaled().named_buffers()))
+    with pytest.raises(UnsupportedTensor, match="does not fill its buffer 'scale'") as refusal:
+        session.update(None)
+    assert "named_parameters()" in refusal.value.hint
 
 
 def test_the_memory_that_a_second_model_takes_is_counted_once_a_storage(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pulse_rl.engines.transport import InitInfo
 from pulse_rl.errors import InputError, StateMismatch, StreamRecreated, Untrusted
 from tests.support.states import present
 
-from .world import World, stage
+from .world import Model, World, stage
 
 
 def test_updates_are_sparse_from_the_checkpoint_on(world: World, session: Session) -> None:
@@ -48,6 +49,24 @@ def test_the_first_update_is_sparse_for_tied_tensors_too(world: World, session: 
     assert all(indices is not None for indices, _ in prepared.staged.changes.values())
     session.update(None)
     assert world.live()
+
+
+class WithoutDraft(Model):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(pair for pair in weights if pair[0] != "draft")
+
+
+@pytest.mark.parametrize("model_class", [WithoutDraft])
+def test_tensors_without_a_place_are_named_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.tensors["draft"] = torch.ones(2, 6).bfloat16()
+    world.start_over()
+    session = world.session()
+    for _ in range(2):
+        world.update(session)
+    assert session.unused == ("draft",)
+    assert caplog.text.count("1 tensors of the stream have no place: draft") == 1
 
 
 def test_many_versions_are_one_update(world: World, session: Session) -> None:

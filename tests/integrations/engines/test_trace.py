@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from pulse_rl import State
 from pulse_rl.engines.live import Journal, LiveWeights, LoaderMap, Rectangle, located, trace_loader
-from pulse_rl.engines.proof import require_whole
+from pulse_rl.engines.node import Node
+from pulse_rl.engines.proof import differing, require_tied, require_whole
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
+from pulse_rl.state.digest import state_digest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -172,6 +174,61 @@ def test_a_stream_of_another_dtype_is_refused() -> None:
     with pytest.raises(UnsupportedTensor, match=r"float32, the engine's .* bfloat16") as refusal:
         refused({name: tensor.float() for name, tensor in checkpoint().items()})
     assert "dtype='BF16'" in refusal.value.hint
+
+
+def test_hints_are_of_the_two_dtypes() -> None:
+    tensors = {name: tensor.half() for name, tensor in checkpoint().items()}
+    with pytest.raises(UnsupportedTensor) as refusal:
+        refused(tensors)
+    assert "--dtype float16" in refusal.value.hint
+    with pytest.raises(UnsupportedTensor) as refusal:
+        refused(tensors, Model().float())
+    assert "Publish this tensor as F32" in refusal.value.hint
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_that_the_engine_keeps_wider_are_followed(rank: int, scattered: bool) -> None:
+    """An FP32 parameter of which torch widens BF16, in the loader's own arithmetic."""
+    model, fresh = Model(rank).float(), Model(rank).float()
+    old, new = checkpoint(), checkpoint(1)
+    loader_map = trace_loader(model, State.of(old))
+    model.load_weights(old.items())
+    if not scattered:  # as an FP32 checkpoint had filled it
+        model.fused.data += 2.0**-20
+    before = model.fused.detach().clone()
+    fresh.load_weights(new.items())
+    live = LiveWeights(model)
+    journal = Journal(live)
+    for name, indices, values in changed(old, new):
+        whole = State.of(new).read(name)
+        change = (indices, values) if scattered else (None, whole)
+        journal.apply(located(loader_map, name, *change))
+    for name, weight in fresh.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name)), name
+    digest = state_digest(State.of(new))
+    assert not {"side", "embed"} & set(differing(Node(None), live, loader_map, digest))
+    model.side.data.view(torch.int16)[0, 0] ^= 1  # in the low half of an element
+    assert "side" in differing(Node(None), live, loader_map, digest)
+    journal.roll_back()
+    assert torch.equal(model.fused, before)
+
+
+def test_two_tensors_for_one_place_must_be_equal() -> None:
+    class Tied(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(
+                ("side" if name == "twin" else name, weight) for name, weight in weights
+            )
+
+    tensors = checkpoint()
+    tensors["twin"] = tensors["side"].clone()
+    loader_map = trace_loader(Tied(), State.of(tensors))
+    assert loader_map.ties == (("twin", "side"),)
+    require_tied(loader_map.ties, state_digest(State.of(tensors)))
+    tensors["twin"][0, 0] += 1
+    with pytest.raises(StateMismatch, match="'twin' differs from 'side'"):
+        require_tied(loader_map.ties, state_digest(State.of(tensors)))
 
 
 def test_what_a_loader_computes_is_refused() -> None:
