@@ -14,7 +14,7 @@ import torch
 
 import pulse_rl
 from pulse_rl.events import BaselineRestored, Event, Metadata, Published
-from pulse_rl.metrics import JsonLines, fan_out
+from pulse_rl.metrics import JsonLines, tee_listeners
 
 from . import policy
 from .grpo import group_advantages, grpo_loss, warm_up
@@ -33,7 +33,7 @@ class Trainer:
         self.weights = policy.MasterWeights(self.model)
         store = pulse_rl.open_store(folder.store_address)
         self.inbox = Inbox(store, "trainer")
-        listener = fan_out(JsonLines(folder.events("trainer")), self._on_event)
+        listener = tee_listeners(JsonLines(folder.events("trainer")), self._on_event)
         self.publisher = pulse_rl.Publisher(store, stream=STREAM, threads=1, on_event=listener)
         self.step = 0
         self.roots: dict[int, str] = {}

@@ -19,7 +19,7 @@ from ._util.threads import checked_threads
 from .errors import PulseError
 from .events import Published
 from .follow.checkpoint import unwrapped
-from .follow.subscribers import Subscribers
+from .follow.multi_subscriber import MultiSubscriber
 from .ops.checkout import checkout
 from .ops.compaction import fold_stream
 from .ops.gc import gc_stream
@@ -43,6 +43,7 @@ __all__ = [
     "Bits",
     "LocalStore",
     "MemoryStore",
+    "MultiSubscriber",
     "ObjectInfo",
     "Published",
     "Publisher",
@@ -52,7 +53,6 @@ __all__ = [
     "State",
     "Store",
     "Subscriber",
-    "Subscribers",
     "Update",
     "as_state",
     "audit",

@@ -244,7 +244,7 @@ _FORMAT = "pulse.history.1"
 _ROOT = re.compile(r"[0-9a-f]{64}")
 
 
-def beside(checkpoint: Path) -> Path:
+def history_path(checkpoint: Path) -> Path:
     """The path of the history of a checkpoint, which is a file or a folder."""
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 

@@ -22,7 +22,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks.torch import to_torch
-from pulse_rl.metrics import Heartbeat, fan_out
+from pulse_rl.metrics import Heartbeat, tee_listeners
 from tests.support.commands import POLICY, Pulse
 from tests.support.states import Rng, weights
 from tests.support.stores import FaultyStore, names
@@ -92,7 +92,9 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
     assert "no worker" in pulse("status", tmp_path)
     store = open_store(tmp_path)
     for name, version in (("w-1", 1), ("w", 2), ("w-1", 0)):
-        Subscriber(store, stream="policy", on_event=fan_out(Heartbeat(store, name))).sync(version)
+        Subscriber(store, stream="policy", on_event=tee_listeners(Heartbeat(store, name))).sync(
+            version
+        )
     with pytest.raises(InputError):
         Heartbeat(store, "a/b")
     pulse("follow", tmp_path, *POLICY, "--out", tmp_path / "out", "--once", "--name", "cli")
@@ -108,7 +110,7 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         assert publisher.wait_for(2, workers={"w", "cli"}) == publisher.wait_for(2, workers=2) == ()
         assert publisher.wait_for(2, workers=["w", "w-1", "x"], timeout_seconds=0) == ("w-1", "x")
         assert publisher.wait_for(2, workers=4, timeout_seconds=0) == ("w-1", "?")
-        assert publisher.wait_for(workers=3, most_behind=2) == ()
+        assert publisher.wait_for(workers=3, max_lag=2) == ()
         with pytest.raises(InputError, match="collection"):
             publisher.wait_for(2, workers="w")
         later = threading.Timer(0.2, Heartbeat(store, "x").beat, ("policy", 2))

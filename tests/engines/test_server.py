@@ -61,14 +61,18 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
                     report = handle.sync()
                     assert report.version == 1
                     assert len(running.result()["choices"][0]["token_ids"]) == 60
-                assert (generation.start_version, generation.end_version, generation.straddles) == (
+                assert (
+                    generation.start_version,
+                    generation.end_version,
+                    generation.spans_update,
+                ) == (
                     0,
                     1,
                     True,
                 )
                 with handle.admit(minimum=1) as generation:
                     assert complete(url)["choices"]
-                assert (generation.end_version, generation.end_root, generation.straddles) == (
+                assert (generation.end_version, generation.end_root, generation.spans_update) == (
                     1,
                     report.root,
                     False,

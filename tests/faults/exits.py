@@ -30,10 +30,10 @@ import numpy as np
 from pulse_rl import (
     Bits,
     LocalStore,
+    MultiSubscriber,
     PulseError,
     Relay,
     Subscriber,
-    Subscribers,
     open_store,
     verify_stream,
 )
@@ -185,7 +185,7 @@ def _follows(store: object, select: str | None) -> None:
 
 
 def _many(store: object) -> None:
-    many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)  # type: ignore[arg-type]
+    many = MultiSubscriber(store, streams=["s"], poll_seconds=0.01, threads=2)  # type: ignore[arg-type]
     _kept.append(many)
     for _ in many.updates():
         pass

@@ -14,7 +14,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber
 from pulse_rl.errors import InputError
 from pulse_rl.events import Event, FallbackUsed, Progress, Published, Synced
-from pulse_rl.metrics import JsonLines, fan_out, read_events
+from pulse_rl.metrics import JsonLines, read_events, tee_listeners
 from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history, present
 from tests.support.stores import names
@@ -164,7 +164,7 @@ def test_paths_that_cannot_be_used_are_input_errors(tmp_path: Path) -> None:
 
 def test_fan_out_hands_each_event_on_in_order() -> None:
     seen: list[tuple[str, Event]] = []
-    fan_out(lambda e: seen.append(("a", e)), lambda e: seen.append(("b", e)))(PUBLISHED)
+    tee_listeners(lambda e: seen.append(("a", e)), lambda e: seen.append(("b", e)))(PUBLISHED)
     assert seen == [("a", PUBLISHED), ("b", PUBLISHED)]
 
 

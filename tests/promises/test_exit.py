@@ -13,13 +13,13 @@ from tests.support.states import run_python
 
 PROGRAM = """
 import atexit, sys, threading, numpy as np
-from pulse_rl import Bits, Publisher, Subscriber, Subscribers
+from pulse_rl import Bits, Publisher, Subscriber, MultiSubscriber
 
 store, how = sys.argv[1:]
 rng = np.random.default_rng(1)
 weight = rng.integers(0x3C00, 0x4000, (3000, 1000)).astype(np.uint16)
 publisher = Publisher(store, stream="s")
-many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
+many = MultiSubscriber(store, streams=["s"], poll_seconds=0.01, threads=2)
 
 def read(): list(many.updates())
 

@@ -14,12 +14,12 @@ import pytest
 
 from pulse_rl import (
     MemoryStore,
+    MultiSubscriber,
     Publisher,
     Relay,
     Signer,
     State,
     Subscriber,
-    Subscribers,
     open_store,
 )
 from pulse_rl.events import Event, Hint
@@ -110,7 +110,7 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     update = present(worker.sync())
     submission = publisher.submit({"w": np.zeros(3, np.float32)})
     done = submission.result()
-    with Subscribers(store, [STREAM]) as several:
+    with MultiSubscriber(store, [STREAM]) as several:
         objects = [
             publisher, worker, update, done, several, store, MemoryStore(), worker.state,
             worker.digest,

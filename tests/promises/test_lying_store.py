@@ -13,11 +13,11 @@ import pytest
 from pulse_rl import (
     Bits,
     MemoryStore,
+    MultiSubscriber,
     Publisher,
     Relay,
     Store,
     Subscriber,
-    Subscribers,
     fold_stream,
     gc_stream,
     state_root,
@@ -55,7 +55,7 @@ def followed(store: Any, **options: Any) -> None:
 
 
 def by_many(store: Store) -> None:
-    with Subscribers(store, streams=["s"], threads=1, poll_seconds=0.01) as many:
+    with MultiSubscriber(store, streams=["s"], threads=1, poll_seconds=0.01) as many:
         for _, update in many.updates(timeout_seconds=0.02):
             assert update.root == ROOTS[update.version]
 

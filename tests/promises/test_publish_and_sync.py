@@ -11,10 +11,10 @@ import torch
 from pulse_rl import (
     Bits,
     MemoryStore,
+    MultiSubscriber,
     Publisher,
     Store,
     Subscriber,
-    Subscribers,
     audit,
     state_root,
     verify_stream,
@@ -188,7 +188,7 @@ def test_many_streams_are_followed_together() -> None:
     store, streams = MemoryStore(), [f"adapter-{k}" for k in range(12)]
     trainers = [Trainer(k, 600) for k in range(len(streams))]
     publishers = [Publisher(store, stream=stream, threads=1) for stream in streams]
-    with Subscribers(store, streams, threads=2, poll_seconds=0.05) as fleet:
+    with MultiSubscriber(store, streams, threads=2, poll_seconds=0.05) as fleet:
         roots: dict[str, str] = {}
         for _ in range(2):
             for publisher, trainer in zip(publishers, trainers, strict=True):

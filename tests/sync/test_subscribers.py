@@ -16,16 +16,16 @@ import pytest
 from pulse_rl import (
     LocalStore,
     MemoryStore,
+    MultiSubscriber,
     Publisher,
     Relay,
     Store,
-    Subscribers,
     Update,
     state_root,
 )
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import CallFailed, Event
-from pulse_rl.follow.subscribers import Schedule
+from pulse_rl.follow.multi_subscriber import Schedule
 from tests.support.states import Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore
 
@@ -69,7 +69,7 @@ def test_hundreds_of_streams_take_a_few_threads(monkeypatch: pytest.MonkeyPatch)
         publisher.publish(state)
     time.sleep(1)
     before = running_threads()
-    with Subscribers(store, [f"adapter-{k}" for k in range(300)], threads=3) as subscribers:
+    with MultiSubscriber(store, [f"adapter-{k}" for k in range(300)], threads=3) as subscribers:
         seen: Counter[str] = Counter()
         most = 0
         for name, update in subscribers.updates(timeout_seconds=SOON):
@@ -90,7 +90,7 @@ def test_hundreds_of_streams_take_a_few_threads(monkeypatch: pytest.MonkeyPatch)
 
 def test_updates_come_one_after_another(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 5, rng)
-    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, fleet.names, poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         for version in range(4):
             fleet.publish(version)
@@ -103,7 +103,7 @@ def test_updates_come_one_after_another(rng: Rng, store: MemoryStore) -> None:
 def test_a_stream_rests_while_its_update_is_used(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 2, rng)
     fleet.publish(0)
-    with Subscribers(store, ["0"], poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, ["0"], poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         next(updates)
         fleet.publish(1, "0")
@@ -118,7 +118,7 @@ def test_what_was_not_acknowledged_comes_again(rng: Rng, store: MemoryStore) -> 
     """A reader that broke out of its loop has not said that it has the update."""
     fleet = Fleet(store, 1, rng)
     fleet.publish(0)
-    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, fleet.names, poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         next(updates)
         fleet.publish(1)
@@ -136,7 +136,7 @@ def test_a_stream_that_fails_holds_up_no_other(rng: Rng, faulty: FaultyStore) ->
     fleet = Fleet(faulty, 6, rng)
     fleet.publish(0)
     told: list[Event] = []
-    with Subscribers(
+    with MultiSubscriber(
         faulty, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append
     ) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
@@ -159,7 +159,7 @@ def test_a_stream_that_fails_holds_up_no_other(rng: Rng, faulty: FaultyStore) ->
 def test_streams_come_and_go(rng: Rng, store: MemoryStore) -> None:
     fleet = Fleet(store, 3, rng)
     fleet.publish(0)
-    with Subscribers(store, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         for name in fleet.names:
             assert subscribers.add(name) is subscribers[name]
@@ -182,11 +182,11 @@ def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> Non
     states = history(rng, 1)
     publisher = Publisher(store, stream="whole", threads=1)
     publisher.publish(states[0])
-    with Subscribers(store, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, poll_seconds=0.02) as subscribers:
         subscribers.add("whole", select="embed.*", stream_id=publisher.stream_id)
         _, update = next(subscribers.updates(timeout_seconds=SOON))
         assert [tensor.spec.name for tensor in update.tensors] == ["embed.weight"]
-    with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
+    with MultiSubscriber(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
         with pytest.raises(InputError, match="select and cache do not go together"):
             subscribers.add("whole", select="embed.*")
         assert "whole" not in subscribers
@@ -200,7 +200,7 @@ def test_several_threads_share_the_updates(rng: Rng, store: MemoryStore) -> None
     fleet = Fleet(store, 20, rng)
     fleet.publish(0)
     seen: list[str] = []
-    with Subscribers(store, fleet.names, poll_seconds=0.05) as subscribers:
+    with MultiSubscriber(store, fleet.names, poll_seconds=0.05) as subscribers:
 
         def read() -> None:
             for name, _ in subscribers.updates(timeout_seconds=SOON):
@@ -220,7 +220,7 @@ def test_several_threads_share_the_updates(rng: Rng, store: MemoryStore) -> None
 def test_closing_does_not_wait_for_a_store_that_hangs(
     rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulse_rl.follow.subscribers._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("pulse_rl.follow.multi_subscriber._CLOSE_SECONDS", 0.5)
     store, hangs, reached = FaultyStore(MemoryStore()), threading.Event(), threading.Event()
     fleet = Fleet(store, 3, rng)
     fleet.publish(0)
@@ -231,7 +231,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
         return data
 
     store.damage = hang
-    subscribers = Subscribers(store, fleet.names)
+    subscribers = MultiSubscriber(store, fleet.names)
     assert reached.wait(SOON)
     began = time.monotonic()
     subscribers.close()
@@ -244,21 +244,21 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
 
 
 def test_closing_ends_an_iteration(rng: Rng) -> None:
-    subscribers = Subscribers(MemoryStore(), ["nothing"])
+    subscribers = MultiSubscriber(MemoryStore(), ["nothing"])
     threading.Timer(0.3, subscribers.close).start()
     assert list(subscribers.updates(timeout_seconds=SOON)) == []
 
 
 def test_refusals() -> None:
-    with Subscribers(MemoryStore(), ["a"]) as subscribers:
+    with MultiSubscriber(MemoryStore(), ["a"]) as subscribers:
         for wrong in (
             lambda: subscribers.add("a"),
             lambda: subscribers.remove("b"),
             lambda: subscribers["b"],
-            lambda: Subscribers(MemoryStore(), "a"),
-            lambda: Subscribers(MemoryStore(), threads=0),
-            lambda: Subscribers(MemoryStore(), poll_seconds=0),
-            lambda: Subscribers([]),
+            lambda: MultiSubscriber(MemoryStore(), "a"),
+            lambda: MultiSubscriber(MemoryStore(), threads=0),
+            lambda: MultiSubscriber(MemoryStore(), poll_seconds=0),
+            lambda: MultiSubscriber([]),
         ):
             with pytest.raises(InputError):
                 wrong()
@@ -274,7 +274,7 @@ def test_what_a_listener_raises_reaches_the_reader(rng: Rng, store: MemoryStore)
         raise ZeroDivisionError("of the listener")
 
     with (
-        Subscribers(store, ["0"], on_event=listen) as subscribers,
+        MultiSubscriber(store, ["0"], on_event=listen) as subscribers,
         pytest.raises(ZeroDivisionError, match="of the listener"),
     ):
         next(subscribers.updates(timeout_seconds=SOON))
@@ -287,7 +287,7 @@ def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, r
     fleet.publish(0)
     for name in fleet.names:
         Relay(origin, near, stream=name).sync()
-    with Subscribers(
+    with MultiSubscriber(
         [near, origin], fleet.names, poll_seconds=0.02, patience_seconds=0.2
     ) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
@@ -300,7 +300,7 @@ def test_updates_make_the_publishers_state(rng: Rng, store: MemoryStore) -> None
     """What an update writes, over all versions, makes the publisher's state."""
     fleet = Fleet(store, 1, rng)
     live: dict[str, np.ndarray] = {}
-    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, fleet.names, poll_seconds=0.02) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         for version in range(4):
             fleet.publish(version)

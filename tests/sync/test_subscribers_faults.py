@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscribers
+from pulse_rl import LocalStore, MemoryStore, MultiSubscriber, Publisher, Store
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.states import Rng, history, roots
@@ -30,7 +30,7 @@ def published(store: Store, rng: Rng, *names: str) -> list[Publisher]:
 
 def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng, store: MemoryStore) -> None:
     published(store, rng, "0")
-    with Subscribers(store, ["0"], poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, ["0"], poll_seconds=0.02) as subscribers:
         for _ in range(2):
             updates = subscribers.updates(timeout_seconds=SOON)
             assert next(updates)[1].previous is None
@@ -45,7 +45,7 @@ def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng, store: M
 
 def test_no_patience_is_no_storm(rng: Rng, faulty: FaultyStore) -> None:
     published(faulty, rng, "0")
-    with Subscribers(
+    with MultiSubscriber(
         [faulty, faulty.inner], ["0"], poll_seconds=0.2, patience_seconds=0
     ) as subscribers:
         next(subscribers.updates(timeout_seconds=SOON))[1].acknowledge()
@@ -63,7 +63,7 @@ def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(
     publisher.publish(states[0])
     with FolderServer(tmp_path) as server:
         store = CountedHttpStore(server.url)
-        with Subscribers(store, ["0"], poll_seconds=0.25) as subscribers:
+        with MultiSubscriber(store, ["0"], poll_seconds=0.25) as subscribers:
             next(subscribers.updates(timeout_seconds=SOON))[1].acknowledge()
             folder.put("0/versions/000000000900.json", b"junk")
             time.sleep(2)
@@ -88,7 +88,7 @@ def test_an_error_that_is_not_ours_is_told_once_and_holds_up_no_other(rng: Rng) 
         return data
 
     store.damage = damage
-    with Subscribers(store, ["0", "1", "2"], threads=1, poll_seconds=0.02) as subscribers:
+    with MultiSubscriber(store, ["0", "1", "2"], threads=1, poll_seconds=0.02) as subscribers:
         time.sleep(1)
         assert 2 <= sum(call == "get" and name.startswith("1/") for call, name in store.calls) <= 8
         found, raised = [], 0
@@ -112,17 +112,17 @@ def test_an_error_that_is_not_ours_is_told_once_and_holds_up_no_other(rng: Rng) 
 def test_a_thread_survives_what_a_sync_cannot_handle(
     rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, whole = MemoryStore(), Subscribers._sync
+    store, whole = MemoryStore(), MultiSubscriber._sync
     published(store, rng, "0")
     failed = threading.Event()
 
-    def fails_once(self: Subscribers, followed: object) -> None:
+    def fails_once(self: MultiSubscriber, followed: object) -> None:
         if not failed.is_set():
             failed.set()
             raise MemoryError
         whole(self, followed)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Subscribers, "_sync", fails_once)
-    with Subscribers(store, ["0"], threads=1, poll_seconds=0.02) as subscribers:
+    monkeypatch.setattr(MultiSubscriber, "_sync", fails_once)
+    with MultiSubscriber(store, ["0"], threads=1, poll_seconds=0.02) as subscribers:
         assert next(subscribers.updates(timeout_seconds=SOON))[0] == "0"
         assert failed.is_set()

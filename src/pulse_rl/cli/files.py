@@ -14,8 +14,8 @@ from .._util.files import open_regular
 from .._util.settings import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
+from ..follow.aux_files import files_of
 from ..follow.checkpoint import FILE_NAME, current_version, load, save
-from ..follow.companions import files_of
 from ..follow.folder import (
     CHECKPOINT_MARK,
     InUse,

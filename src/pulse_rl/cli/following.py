@@ -32,7 +32,7 @@ from ..errors import (
 from ..follow.checkpoint import FILE_NAME, current_version, load
 from ..follow.folder import FolderLayout, InUse, check_folder
 from ..hints import empty
-from ..metrics import Heartbeat, fan_out
+from ..metrics import Heartbeat, tee_listeners
 from ..ops.relay import Relay
 from ..sync.subscriber import Subscriber
 from .common import (
@@ -230,7 +230,9 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
     base, written = _left_in(out, layout)
-    listener = fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console
+    listener = (
+        tee_listeners(console, Heartbeat(args.store[-1], args.name)) if args.name else console
+    )
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..events import Event, Metadata, Synced
 from ..follow.checkpoint import FILE_NAME
 from ..follow.folder import InUse, check_folder
-from ..metrics import JsonLines, fan_out, read_events
+from ..metrics import JsonLines, read_events, tee_listeners
 from ..ops import checkout as checkouts
 from ..store.base import UNREADABLE
 from ..sync.planner import BROKEN_LINK
@@ -106,7 +106,7 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
             version=args.version,
             root=args.root,
             metadata=None if args.metadata is None else dict(args.metadata),
-            **reading(args, fan_out(console, listen)),
+            **reading(args, tee_listeners(console, listen)),
         ) as found,
     ):
         use.take()

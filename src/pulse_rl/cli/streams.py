@@ -16,8 +16,8 @@ from typing import Any
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Listener, Published
+from ..follow.aux_files import checked_files, files_of, of_dtype
 from ..follow.checkpoint import current_version, load
-from ..follow.companions import checked_files, files_of, of_dtype
 from ..ops.attest import BUNDLE, AttestationKey, make_statement
 from ..ops.checkout import Checkout, checkout
 from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream

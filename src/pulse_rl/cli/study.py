@@ -214,7 +214,7 @@ def study(args: argparse.Namespace, console: Console) -> None:
     lines = lines_of(found)
     if args.quantize is not None:
         found["quantized"] = studies.study(args.source, quantize=args.quantize, **given)
-        lines += beside(found, found["quantized"])
+        lines += compared_with(found, found["quantized"])
     if args.output:
         page = render(study=found, title=found["source"]).encode()
         write_output(Path(args.output), [page], PAGE_MARK, force=args.force)
@@ -254,8 +254,8 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     return [*lines, "", *_three_numbers(found)]
 
 
-def beside(found: dict[str, Any], quantized: dict[str, Any]) -> list[str]:
-    """What a quantized state changes and costs, beside the same states as they are."""
+def compared_with(found: dict[str, Any], quantized: dict[str, Any]) -> list[str]:
+    """What a quantized state changes and costs, compared with the same states as they are."""
     kinds = list(dict.fromkeys(row["kind"] for row in quantized["kinds"]))
     changed = {(row["kind"], row["k"]): 1 - row["sparsity"] for row in quantized["kinds"]}
     lines = [

@@ -25,7 +25,15 @@ from ..errors import (
 )
 from ..events import Metadata
 from .rollouts import Replay, Rollout, Weights, new_seed, no_sampling, replay
-from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
+from .transport import (
+    WEIGHTS,
+    EngineTransport,
+    Generated,
+    InitInfo,
+    Status,
+    asleep,
+    raise_for_status,
+)
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -88,7 +96,7 @@ class Generation:
     restarted: bool = False
 
     @property
-    def straddles(self) -> bool:
+    def spans_update(self) -> bool:
         """Whether what was generated may come from other weights than those of ``start_version``:
         from those of two versions, or of none. To be asked after the end."""
         start, end = (self.start_version, self.start_root), (self.end_version, self.end_root)
@@ -219,7 +227,7 @@ class EngineHandle(Closing):
 
             with handle.admit(minimum=trained - 2) as generation:
                 outputs = llm.generate(prompts)
-            if generation.straddles: ...
+            if generation.spans_update: ...
 
         If no thread follows (`follow`), this call syncs meanwhile; a handle with ``follow=False``
         syncs to just that ``version``. The engine may move on before the generation ends: with
@@ -519,7 +527,7 @@ class EngineHandle(Closing):
             statuses = self._ask("status")
             leader = self._leader(statuses)
             if leader["answered"] >= asked:
-                raise_reported("error", statuses)
+                raise_for_status("error", statuses)
                 if leader["held"] is None:
                     raise EmptyStream(f"nothing was synced from {self._info.stream!r} yet")
                 if all(status["staged"] == leader["staged"] for status in statuses):
@@ -630,7 +638,7 @@ class EngineHandle(Closing):
         statuses: list[Status] = []
         try:
             statuses = self._ask("status")
-            raise_reported("error", [status for status in statuses if status.get("failed", True)])
+            raise_for_status("error", [status for status in statuses if status.get("failed", True)])
         except PulseError as known:
             if any(status.get("failed") for status in statuses):
                 self._stale = self._untagged = False
@@ -639,7 +647,7 @@ class EngineHandle(Closing):
 
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
-        raise_reported("failure", statuses)
+        raise_for_status("failure", statuses)
         self._asleep = frozenset(part for status in statuses for part in status.get("asleep", ()))
         return statuses
 

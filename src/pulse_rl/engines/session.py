@@ -23,10 +23,10 @@ from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..follow.checkpoint import FILE_NAME, INDEX_NAME
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec
-from .derived import DerivedLayers, PreQuantLayers
+from .derived_params import DerivedLayers, PostLoadLayers
 from .live import Change, Journal, LiveWeights, LoaderMap, located, trace_loader
 from .node import Node, Prepared, Staged, Staging, Version
-from .proof import (
+from .self_check import (
     Fresh,
     as_tensors,
     differing,
@@ -49,7 +49,7 @@ _TAKE_OVER_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class ProvedMap:
+class VerifiedMap:
     """What a worker knows of its model beyond one session: the map for the tensors ``held``,
     whether it has been proved by the checkpoint that the model's own loader had read, and whether
     an update, or something else, has ``written`` to it. ``lost``: whether the engine has dropped
@@ -95,10 +95,10 @@ class Session:
         model: torch.nn.Module,
         info: InitInfo,
         node: Node,
-        known: ProvedMap,
+        known: VerifiedMap,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
-        forms: PreQuantLayers,
+        forms: PostLoadLayers,
         *,
         loaded: bool = True,
         fresh: Fresh | None = None,
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def proof(self) -> str:
-        """See `ProvedMap`."""
+        """See `VerifiedMap`."""
         return self._map.proof
 
     @property

@@ -121,7 +121,7 @@ def asleep() -> EngineUnavailable:
     )
 
 
-def raise_reported(field: str, statuses: list[Status]) -> None:
+def raise_for_status(field: str, statuses: list[Status]) -> None:
     """Raises what a worker reports, as the error that it was there."""
     for status in statuses:
         found = status.get(field)

@@ -14,7 +14,7 @@ from .._util.settings import checked_path
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..store import LocalStore, open_store
 from .node import Node
-from .session import ProvedMap, Session
+from .session import Session, VerifiedMap
 from .transport import WEIGHTS, InitInfo, Status, asleep
 
 LEASE_SECONDS = 15.0
@@ -75,7 +75,7 @@ class Worker:
 
     def __init__(
         self,
-        open_session: Callable[[InitInfo, Node, ProvedMap], Session],
+        open_session: Callable[[InitInfo, Node, VerifiedMap], Session],
         workers: Callable[[], Any],
         engine: tuple[str, str] = ("", ""),
     ) -> None:
@@ -85,7 +85,7 @@ class Worker:
         self._node: Node | None = None
         self._session: Session | None = None
         self._info: InitInfo | None = None
-        self._map = ProvedMap()
+        self._map = VerifiedMap()
         self._heard_of_owner = 0.0
         self._error: PulseError | None = None
         self._asleep: set[str] = set()

@@ -38,12 +38,13 @@ from .._util.files import disk_error, make_folder, sync_folder, write_atomically
 from .._util.serial import Closing
 from .._util.settings import checked_count
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..history import beside, save_history, specs_of
+from ..history import history_path, save_history, specs_of
 from ..patch.blocks import cut
 from ..patch.history import History
 from ..state.digest import StateDigest, root_of
 from ..state.tensors import State, TensorSpec
 from ..stream.manifest import Manifest
+from .aux_files import are_tied, of_weights, weight_map
 from .checkpoint import (
     ADAPTER_NAME,
     ALIASES,
@@ -56,7 +57,6 @@ from .checkpoint import (
     serialize,
     stored,
 )
-from .companions import are_tied, of_weights, weight_map
 
 _VERSION, _ROOT = "pulse.version", "pulse.root"
 _STREAM, _ID, _CREATED = "pulse.stream", "pulse.stream_id", "pulse.created"
@@ -551,11 +551,11 @@ def save_version(
 
     def write(into: Path) -> None:
         write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=earlier)
-        save_history(beside(into), history, blocks, digest.root)
+        save_history(history_path(into), history, blocks, digest.root)
 
     # 2. One file, the folder that shows the newest version, or a folder of this version's own.
     if path.suffix == ".safetensors" and named is None:
-        save_history(beside(path), history, blocks, digest.root)
+        save_history(history_path(path), history, blocks, digest.root)
         save(path, state, facts)
         return earlier
     if named is None:

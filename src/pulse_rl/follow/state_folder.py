@@ -38,7 +38,7 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..events import fell_back
-from ..history import beside, load_history, save_history, specs_of
+from ..history import history_path, load_history, save_history, specs_of
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
@@ -625,7 +625,7 @@ def adopt_base(
         # 3. What was remembered where the checkpoint was written.
         history, place = History(), None
         if isinstance(base, str | os.PathLike):
-            at = beside(Path(base))
+            at = history_path(Path(base))
             history = load_history(at, cut(specs_of(digest)), digest.root) or history
             place = current_version(Path(base))
         host.adopt(manifest, own, digest, history=history)

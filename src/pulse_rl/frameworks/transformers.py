@@ -35,8 +35,8 @@ from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
 from ..errors import InputError, PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
+from ..follow.aux_files import files_of, of_dtype
 from ..follow.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
-from ..follow.companions import files_of, of_dtype
 from ..quantize.states import Quantize
 from ..state.cast import DTypeLike, compute_dtype_named
 from ..state.digest import state_digest

@@ -3,7 +3,7 @@
 ::
 
     with JsonLines("runs/policy/events-trainer.jsonl") as log:
-        listener = fan_out(log, PrometheusMetrics())
+        listener = tee_listeners(log, PrometheusMetrics())
         publisher = Publisher(store, stream="policy", on_event=listener)
         ...
 
@@ -49,7 +49,7 @@ from ..stream.stream import Stream
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out"]
+__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "tee_listeners"]
 
 MAX_LINE_BYTES = 1 << 20
 _LOOK_SECONDS = 1.0
@@ -62,7 +62,7 @@ _LABELS = ("stream", "role")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-def fan_out(*listeners: Listener) -> Listener:
+def tee_listeners(*listeners: Listener) -> Listener:
     """One listener that passes each event to several, in order."""
 
     def send_to_all(event: Event) -> None:
@@ -219,7 +219,7 @@ def wait_for_workers(
     version: int,
     workers: int | Collection[str],
     *,
-    most_behind: float,
+    max_lag: float,
     timeout_seconds: float,
 ) -> tuple[str, ...]:
     """Waits as `Publisher.wait_for` says, and returns what that does. Raises InputError."""
@@ -228,7 +228,7 @@ def wait_for_workers(
     deadline = time.monotonic() + timeout_seconds
     while True:
         held = workers_of(stream)
-        there = {worker for worker, (of, _) in held.items() if of >= version - most_behind}
+        there = {worker for worker, (of, _) in held.items() if of >= version - max_lag}
         if isinstance(workers, int):
             missing = max(0, workers - len(there))
             late = [*sorted(held.keys() - there), *["?"] * missing][:missing]

@@ -1,6 +1,6 @@
 """A host copy of a state that rests only at verified versions (docs/protocol.md, section 4).
 
-It moves along a stream's links: fetch ahead, check, apply or restore. Subscribers hold one, and
+It moves along a stream's links: fetch ahead, check, apply or restore. A subscriber holds one, and
 publishers restore their baseline with one.
 """
 

@@ -419,7 +419,7 @@ class Publisher(Closing, NotCopyable):
         version: int | None = None,
         *,
         workers: int | Collection[str],
-        most_behind: int = 0,
+        max_lag: int = 0,
         timeout_seconds: float = 600.0,
     ) -> tuple[str, ...]:
         """Wait until workers hold a version: a bound on staleness.
@@ -431,7 +431,7 @@ class Publisher(Closing, NotCopyable):
         Args:
             version: The version to wait for. Default: the newest one at the time of the call.
             workers: The names of the workers, or how many of them to wait for.
-            most_behind: How many versions a worker may be behind ``version``. Default: 0.
+            max_lag: How many versions a worker may be behind ``version``. Default: 0.
             timeout_seconds: Seconds to wait. Default: 600.
         Returns: The names of the workers that are still behind; empty if none is. For a number of
             workers, those known and one "?" for each unknown one.
@@ -448,7 +448,7 @@ class Publisher(Closing, NotCopyable):
             self._stream,
             version,
             workers,
-            most_behind=checked_number("most_behind", most_behind),
+            max_lag=checked_number("max_lag", max_lag),
             timeout_seconds=checked_number("timeout_seconds", timeout_seconds),
         )
 

@@ -175,7 +175,7 @@ class RankPublisher:
         # Agree with all ranks on the call, and on what each of them has of the state.
         local = self._agree_arguments(request, number, submission)
         if request.files and local.config:
-            from ..follow.companions import of_quantized
+            from ..follow.aux_files import of_quantized
 
             request = replace(request, files=of_quantized(request.files, local.config))
         for _ in range(_MAX_STALE_COMMITS):

@@ -133,7 +133,7 @@ class PublishRequest:
         facts = checked_metadata({} if metadata is None else metadata)
         taken = None
         if files is not None:
-            from ..follow.companions import checked_files
+            from ..follow.aux_files import checked_files
 
             taken = checked_files(files)
         if after is not None and (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pulse_rl import PulseError
-from pulse_rl.engines import derived
-from pulse_rl.engines.derived import PreQuantLayers
+from pulse_rl.engines import derived_params
+from pulse_rl.engines.derived_params import PostLoadLayers
 from pulse_rl.engines.live import Scattered, WholeRectangle
 from pulse_rl.engines.session import Session
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
@@ -45,8 +45,8 @@ class QuantizedModel(Model):
             self.fused = torch.nn.Parameter(values, requires_grad=False)
             self.scale = torch.nn.Parameter(scale, requires_grad=False)
 
-    def forms(self) -> PreQuantLayers:
-        return PreQuantLayers([self])
+    def forms(self) -> PostLoadLayers:
+        return PostLoadLayers([self])
 
     def put_loaded(self) -> None:
         self.held = dict(self._parameters)
@@ -92,7 +92,7 @@ def test_updates_write_what_is_derived(
             prepared(session)
         with monkeypatch.context() as patched:
             if early and number > 1:  # the first update is audited, which derives all
-                patched.setattr(derived, "_changes", None)
+                patched.setattr(derived_params, "_changes", None)
             session.update(None)
         report = session.report
         assert (report["version"], report["previous"], report["full"]) == (
@@ -110,11 +110,11 @@ def test_few_changes_are_scattered_and_many_are_written_whole(world: World) -> N
     few["fused"][3, 5] += 1
     many["fused"][:] += 1
     for new, kind in ((few, Scattered), (many, WholeRectangle)):
-        changes = derived._difference("fused", old["fused"], new["fused"])
+        changes = derived_params._difference("fused", old["fused"], new["fused"])
         assert [type(change) for change in changes] == [kind]
-    assert derived._difference("fused", old["fused"], old["fused"].detach().clone()) == []
+    assert derived_params._difference("fused", old["fused"], old["fused"].detach().clone()) == []
     with pytest.raises(UnsupportedTensor, match="derives"):
-        derived._difference("fused", old["fused"], new["fused"].float())
+        derived_params._difference("fused", old["fused"], new["fused"].float())
 
 
 def test_a_flipped_bit_of_a_derived_parameter_is_found_and_repaired(world: World) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from pulse_rl import State
-from pulse_rl.engines import proof as functional
+from pulse_rl.engines import self_check
 from pulse_rl.engines.handle import EngineHandle
 from pulse_rl.engines.node import Node
-from pulse_rl.engines.proof import Fresh, shortage
+from pulse_rl.engines.self_check import Fresh, shortage
 from pulse_rl.engines.session import Session
 from pulse_rl.engines.transport import InitInfo
 from pulse_rl.engines.worker import Worker
@@ -91,7 +91,7 @@ def test_no_second_model_is_made_where_memory_may_not_suffice(
         raise AssertionError("a second model was made")
 
     world.fresh = Fresh(make, computed)
-    monkeypatch.setattr(functional, "_free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(self_check, "_free_bytes", lambda device: 1 << 20)
     world.step()
     session = world.session()
     session.update(None)

@@ -343,7 +343,7 @@ def test_a_generation_says_with_which_versions_it_began_and_ended(engine: Engine
     handle = handle_on(engine)
     with handle.admit() as generation:
         assert (generation.end_version, generation.end_root) == (None, None)
-    assert (generation.start_version, generation.start_root, generation.straddles) == (
+    assert (generation.start_version, generation.start_root, generation.spans_update) == (
         0,
         "root 0",
         False,
@@ -351,7 +351,11 @@ def test_a_generation_says_with_which_versions_it_began_and_ended(engine: Engine
     with handle.admit(minimum=0) as generation:
         engine.newest = 2
         handle.sync()
-    assert (generation.start_version, generation.end_version, generation.straddles) == (0, 2, True)
+    assert (generation.start_version, generation.end_version, generation.spans_update) == (
+        0,
+        2,
+        True,
+    )
     assert (generation.end_root, generation.restarted) == ("root 2", False)
 
 
@@ -362,15 +366,15 @@ def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_
     handle = handle_on(engine)
     with handle.admit() as gone:
         engine.owner = None
-    assert (gone.end_version, gone.straddles) == (None, True)
+    assert (gone.end_version, gone.spans_update) == (None, True)
     with handle.admit() as unknown:
         pass
-    assert (unknown.start_version, unknown.straddles) == (None, True)
+    assert (unknown.start_version, unknown.spans_update) == (None, True)
     handle.sync()
     with handle.admit(0) as mended:
         engine.owner = None
         handle.sync()
-    assert (mended.start_version, mended.end_version, mended.restarted, mended.straddles) == (
+    assert (mended.start_version, mended.end_version, mended.restarted, mended.spans_update) == (
         0,
         0,
         True,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.engines.derived import PreQuantLayers
-from pulse_rl.engines.processed import (
+from pulse_rl.engines.derived_params import PostLoadLayers
+from pulse_rl.engines.post_load import (
     Group,
     ProcessedLayer,
     remember,
     tensor_names,
 )
-from pulse_rl.engines.proof import require_scales_taken
+from pulse_rl.engines.self_check import require_scales_taken
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 
@@ -119,8 +119,8 @@ class Processed(Model):
 
         return ProcessedLayer(self, Group("", {"": self}, [self.method], process), self.before)
 
-    def forms(self) -> PreQuantLayers:
-        return PreQuantLayers([self.layer()])
+    def forms(self) -> PostLoadLayers:
+        return PostLoadLayers([self.layer()])
 
     def reachable(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""

@@ -11,7 +11,7 @@ import torch
 
 from pulse_rl.engines.handle import EngineHandle, switch_together
 from pulse_rl.engines.node import Node
-from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.session import Session, VerifiedMap
 from pulse_rl.engines.transport import InitInfo
 from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import EngineError, InputError, StoreUnavailable
@@ -72,7 +72,7 @@ class InProcess(Engine):
         self.model = world.make()
         self.model.load_weights(world.tensors.items())
 
-        def open_session(info: Any, node: Node, known: ProvedMap) -> Session:
+        def open_session(info: Any, node: Node, known: VerifiedMap) -> Session:
             base, forms = str(world.base), self.model.forms()
             return Session(self.model, info, node, known, base, nullcontext, forms)
 

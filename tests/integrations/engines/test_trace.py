@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pulse_rl import State
 from pulse_rl.engines.live import Journal, LiveWeights, LoaderMap, Rectangle, located, trace_loader
 from pulse_rl.engines.node import Node
-from pulse_rl.engines.proof import differing, require_tied, require_whole
+from pulse_rl.engines.self_check import differing, require_tied, require_whole
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.state.digest import state_digest
 

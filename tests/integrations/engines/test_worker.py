@@ -12,7 +12,7 @@ import pytest
 from pulse_rl import PulseError
 from pulse_rl.engines import worker as workers
 from pulse_rl.engines.node import Node
-from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.session import Session, VerifiedMap
 from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import ConcurrentUse, InputError
 
@@ -33,7 +33,7 @@ def info(world: World, owner: str, **changes: Any) -> Any:
 
 @pytest.fixture
 def worker(world: World) -> Any:
-    def open_session(info: Any, node: Node, known: ProvedMap) -> Session:
+    def open_session(info: Any, node: Node, known: VerifiedMap) -> Session:
         if info.audit_every < 0:
             raise RuntimeError("no session")
         return world.session()

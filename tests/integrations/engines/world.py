@@ -13,10 +13,10 @@ import torch
 
 import pulse_rl
 from pulse_rl import State
-from pulse_rl.engines.derived import PreQuantLayers
+from pulse_rl.engines.derived_params import PostLoadLayers
 from pulse_rl.engines.node import Node
-from pulse_rl.engines.proof import Fresh
-from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.self_check import Fresh
+from pulse_rl.engines.session import Session, VerifiedMap
 from pulse_rl.engines.transport import InitInfo
 from pulse_rl.follow.checkpoint import save
 
@@ -32,8 +32,8 @@ class Model(torch.nn.Module):
         self.fused = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
         self.embed = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
 
-    def forms(self) -> PreQuantLayers:
-        return PreQuantLayers()
+    def forms(self) -> PostLoadLayers:
+        return PostLoadLayers()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, weight in weights:
@@ -63,7 +63,7 @@ class World:
         self.publish()
         self.model = make()
         self.model.load_weights(self.tensors.items())
-        self.map = ProvedMap()
+        self.map = VerifiedMap()
         self.fresh: Fresh | None = None
         self.sessions: list[Session] = []
 

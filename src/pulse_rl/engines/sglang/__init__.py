@@ -22,7 +22,7 @@ from ..transport import (
     InitInfo,
     Status,
     SubscriberOptions,
-    raise_reported,
+    raise_for_status,
     tags_of,
 )
 
@@ -107,7 +107,7 @@ class Server(EngineTransport):
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._owner = init_info["owner"]
-        raise_reported("failure", self._control({"action": "open", "init_info": init_info}))
+        raise_for_status("failure", self._control({"action": "open", "init_info": init_info}))
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         return self._control({"action": action, "owner": owner, "version": version})

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
-from ..derived import PreQuantLayers
+from ..derived_params import PostLoadLayers
 from ..node import Node
-from ..processed import (
+from ..post_load import (
     HOOK,
     Before,
     Group,
@@ -31,7 +31,7 @@ from ..processed import (
     tensor_names,
     with_method,
 )
-from ..session import ProvedMap, Session, local_checkpoint
+from ..session import Session, VerifiedMap, local_checkpoint
 from ..transport import WEIGHTS, InitInfo, Status
 from ..worker import Worker, described
 from . import ACTION, LOADER
@@ -214,13 +214,13 @@ def outcome(model: torch.nn.Module) -> PulseError | None:
     return followed.failure
 
 
-def _open_session(runner: Any, info: InitInfo, node: Node, known: ProvedMap) -> Session:
+def _open_session(runner: Any, info: InitInfo, node: Node, known: VerifiedMap) -> Session:
     config, model = runner.model_config, runner.model
     _require_one_group()
     _require_own_weights(model)
     base = info.base or local_checkpoint(config.model_path, config.revision)
     loaded = runner.server_args.load_format != "dummy"
-    forms = PreQuantLayers(node.together(lambda: _processed_layers(model, config.dtype)))
+    forms = PostLoadLayers(node.together(lambda: _processed_layers(model, config.dtype)))
     return Session(model, info, node, known, base, nullcontext, forms, loaded=loaded)
 
 

@@ -26,11 +26,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import PulseError
-from ..derived import PreQuantLayers
+from ..derived_params import PostLoadLayers
 from ..node import Node
-from ..processed import as_meta
-from ..proof import Fresh
-from ..session import ProvedMap, Session, local_checkpoint
+from ..post_load import as_meta
+from ..self_check import Fresh
+from ..session import Session, VerifiedMap, local_checkpoint
 from ..transport import WEIGHTS, InitInfo
 from ..worker import Worker
 from .plugin import (
@@ -99,13 +99,13 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     # -- the parts
 
-    def _open_session(self, info: InitInfo, node: Node, known: ProvedMap) -> Session:
+    def _open_session(self, info: InitInfo, node: Node, known: VerifiedMap) -> Session:
         require_plain_weights(self.model)
         require_fixed_places(self.vllm_config)
         require_caches_that_empty(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
-        forms = node.together(self._pre_quant_layers)
+        forms = node.together(self._post_load_layers)
         staged = self.vllm_config.parallel_config.pipeline_parallel_size > 1
         alone = staged or self.model_config.quantization
         another = None if alone else fresh(self.model, self.vllm_config, self.device)
@@ -123,11 +123,11 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             initial_buffers=partial(initial_buffers, self.vllm_config, self.device),
         )
 
-    def _pre_quant_layers(self) -> PreQuantLayers:
+    def _post_load_layers(self) -> PostLoadLayers:
         quantized = quantized_layers(self.model, self.model_config.quantization, self._as_at_load)
         known = [layer.module for layer in quantized]
         processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
-        return PreQuantLayers([*quantized, *processed])
+        return PostLoadLayers([*quantized, *processed])
 
     @contextmanager
     def _as_at_load(self) -> Iterator[None]:

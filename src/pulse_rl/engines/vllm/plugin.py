@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...errors import EngineError, UnsupportedTensor
-from ..processed import (
+from ..post_load import (
     HOOK,
     Before,
     Group,

@@ -89,7 +89,7 @@ class Schedule(Generic[T]):
             self._changed.notify_all()
 
 
-class Subscribers(Closing, NotCopyable):
+class MultiSubscriber(Closing, NotCopyable):
     """Follow many streams of one store, such as hundreds of adapters, with a few threads.
 
     `updates` yields what is new as it comes; `add` and `remove` streams at any time. A stream that
@@ -173,7 +173,7 @@ class Subscribers(Closing, NotCopyable):
         It also raises what `Subscriber` raises.
         """
         if self._closed.is_set():
-            raise InputError("these Subscribers are closed", hint="Make new ones.")
+            raise InputError("this MultiSubscriber is closed", hint="Make a new one.")
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
         subscriber = _Pooled(
@@ -284,7 +284,7 @@ class Subscribers(Closing, NotCopyable):
         self._followed = {}
 
     def __repr__(self) -> str:
-        return f"<Subscribers of {len(self)} streams in {self._stores[0]!r}>"
+        return f"<MultiSubscriber of {len(self)} streams in {self._stores[0]!r}>"
 
     # -- the threads
 

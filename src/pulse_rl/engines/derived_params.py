@@ -22,7 +22,7 @@ from ..frameworks.torch import _INTS
 from ..state.tensors import State
 from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_flat, memory
 from .node import Node, Staging
-from .proof import broadcast
+from .self_check import broadcast
 
 #: How much is derived between two steps of the engine, at least one layer.
 SLICE_ELEMENTS = 1 << 24
@@ -58,7 +58,7 @@ class DerivedLayer(Protocol):
         ...
 
 
-class PreQuantLayers:
+class PostLoadLayers:
     """The layers of a model that are processed after loading: ``layers`` are those that are not
     plain."""
 
@@ -99,7 +99,7 @@ class _Step:
 class DerivedLayers:
     """The derived layers of one session. Its methods but for `left` and `forget` are collective."""
 
-    def __init__(self, forms: PreQuantLayers, node: Node, staging: Staging) -> None:
+    def __init__(self, forms: PostLoadLayers, node: Node, staging: Staging) -> None:
         self._forms, self._node, self._staging = forms, node, staging
         self._step: _Step | None = None
 
