@@ -19,7 +19,7 @@ from tests.support.http import Liar, answer, answering
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.stores.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("pulse_rl._util.retry._FIRST_WAIT", 0.01)
 
 
 DATE = "Last-Modified: Sun, 22 Nov 2026 05:48:56 GMT"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import PulseError, StoreError, StoreFull
+from ..errors import PulseError, StoreError, StoreFull, StoreUnavailable
 
 Chunks = Iterable[bytes | memoryview]
 Writer = Callable[[BinaryIO], None]
@@ -30,6 +30,18 @@ _GAP_BYTES = 1 << 12
 # The parts of POSIX that make a file durable: its mode, its atomic creation, and the sync of its
 # folder.
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
+# Of network file systems, and of a process or a machine that is short of something for a moment.
+_MAY_PASS = (
+    errno.ESTALE,
+    errno.EIO,
+    errno.ETIMEDOUT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
@@ -103,6 +115,13 @@ def disk_error(error: OSError, doing: str) -> PulseError:
     """The typed error of a failed file operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(f"no space left to {doing}")
+    if error.errno in _MAY_PASS:
+        return StoreUnavailable(f"cannot {doing}: {error.strerror}")
+    if error.errno == errno.EXDEV:
+        return StoreError(
+            f"cannot {doing}: a folder of the store is a mount of its own",
+            hint="Mount the root of the store: files are renamed within it.",
+        )
     return StoreError(
         f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions."
     )

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .._util.addresses import check_address, shown
+from .._util.retry import BRIEF_SECONDS
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
@@ -32,14 +33,15 @@ _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
-    """Open the stores of a reader: one, or several in order of preference. Raises as
-    `open_store`."""
+    """Open the stores of a reader: one, or several in order of preference, of which each retries
+    for a short time only. Raises as `open_store`."""
     addresses: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if not addresses:
         raise InputError(
             "no store was given", hint="Give a store, or several in order of preference."
         )
-    return [open_store(each) for each in addresses]
+    options = {"retry_timeout": BRIEF_SECONDS} if len(addresses) > 1 else {}
+    return [open_store(each, **options) for each in addresses]
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
@@ -51,8 +53,9 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
             ``hf://buckets/namespace/bucket/prefix``, which is S3. For readers also
             ``http://host:port``, ``https://…`` or ``hf://namespace/repository/prefix``. A `Store`
             is returned unchanged.
-        options: Passed to the backend: obstore's options for object stores, those of ``HttpStore``
-            for HTTP. Default: none.
+        options: ``retry_timeout``, for how long a call is repeated that fails in a way that may
+            pass, in seconds (180); and those of the backend: obstore's for object stores, those of
+            ``HttpStore`` for HTTP. Default: none.
     Returns: The store.
     Raises:
         InputError: ``address`` is not a store address.
@@ -72,7 +75,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         )
     # 2. A folder.
     if "://" not in text:
-        return LocalStore(Path(text).expanduser().absolute())
+        return LocalStore(Path(text).expanduser().absolute(), **options)
     check_address(text)
     try:
         url = urlparse(text)
@@ -83,7 +86,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
             raise InputError(
                 f"{shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
             )
-        return LocalStore(Path(unquote(url.path)))
+        return LocalStore(Path(unquote(url.path)), **options)
     # 3. Every other backend is imported on demand: the core works without them.
     if url.scheme == "memory":
         from ..stores.memory import MemoryStore

@@ -7,16 +7,19 @@ import re
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .._util.files import create_atomically, disk_error, write_atomically
+from .._util.retry import RETRY_SECONDS, Patience
 from .._util.settings import checked_path
-from ..errors import AlreadyExists, NotFound, StoreError
+from ..errors import AlreadyExists, NotFound, StoreError, StoreUnavailable
 from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_name
 
+T = TypeVar("T")
 _ASIDE = ".unfinished"
 _UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
 # A writer that is still at work after a day is not known; its file would be lost.
@@ -48,13 +51,18 @@ class LocalStore:
 
     Args:
         root: The folder. The first write creates it.
+        retry_timeout: For how long an operation is repeated that a network file system refuses for
+            a moment (a stale handle, an error of input or output), in seconds. Default: 180.
     Raises:
         InputError: ``root`` is not a path.
         StoreError: ``root``, or a part of its path, is not a folder.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, retry_timeout: float = RETRY_SECONDS
+    ) -> None:
         self.root = checked_path(root)
+        self._patience = Patience(str(self.root), retry_timeout)
         self._aside = self.root / _ASIDE
         self._swept = False
         self._folders: dict[str, _Folder] = {}
@@ -70,17 +78,24 @@ class LocalStore:
         self._require_no_link(name)
         self._sweep()
         chunks = [data] if isinstance(data, bytes) else data
-        write_atomically(self._path(name), chunks, aside=self._aside)
+        write = partial(write_atomically, self._path(name), chunks, aside=self._aside)
+        if isinstance(chunks, Iterator):  # it can be read once only
+            write()
+        else:
+            self._patient(write)
 
     def put_new(self, name: str, data: bytes) -> None:
         self._require_no_link(name)
         self._sweep()
         try:
-            create_atomically(self._path(name), [data], aside=self._aside)
+            self._patient(partial(create_atomically, self._path(name), [data], aside=self._aside))
         except FileExistsError:
             raise AlreadyExists(f"{name} already exists") from None
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._patient(partial(self._get, name, start, stop))
+
+    def _get(self, name: str, start: int, stop: int | None) -> bytes:
         try:
             # O_NONBLOCK: a FIFO in place of the object would block the open for ever.
             handle = os.open(self._path(name), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -95,25 +110,24 @@ class LocalStore:
             raise disk_error(error, f"read {name}") from error
 
     def head(self, name: str) -> ObjectInfo:
+        found = self._patient(partial(self._stat, name))
+        self._require_file(name, found)
+        return ObjectInfo(name, found.st_size, found.st_mtime)
+
+    def _stat(self, name: str) -> os.stat_result:
         try:
-            found = self._path(name).stat()
+            return self._path(name).stat()
         except FileNotFoundError:
             raise NotFound(f"{name} is not in the store {self.root}") from None
         except OSError as error:
             raise disk_error(error, f"read {name}") from error
-        self._require_file(name, found)
-        return ObjectInfo(name, found.st_size, found.st_mtime)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         for name in self._names_below(check_folder(folder), start_after):
-            try:
-                info = (self.root / name).stat()
-            except FileNotFoundError:  # deleted since the folder was read
-                continue
-            except OSError as error:
-                raise disk_error(error, f"read {name}") from error
-            if stat.S_ISREG(info.st_mode):
-                yield ObjectInfo(name, info.st_size, info.st_mtime)
+            with suppress(NotFound):  # deleted since the folder was read
+                info = self._patient(partial(self._stat, name))
+                if stat.S_ISREG(info.st_mode):
+                    yield ObjectInfo(name, info.st_size, info.st_mtime)
 
     def delete(self, name: str) -> None:
         self._require_no_link(name)
@@ -127,6 +141,13 @@ class LocalStore:
         except OSError as error:
             raise disk_error(error, f"delete {name}") from error
 
+    def _patient(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, repeated while the file system refuses it for a moment."""
+        try:
+            return work()
+        except StoreUnavailable:
+            return self._patience(work)
+
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
@@ -135,7 +156,7 @@ class LocalStore:
 
         Each subfolder is read when its turn comes.
         """
-        found = self._folder(folder)
+        found = self._patient(partial(self._folder, folder))
         if found is None:
             return
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]

@@ -22,9 +22,8 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from .._util.addresses import shown
-from .._util.retry import retrying
+from .._util.retry import RETRY_SECONDS, Patience
 from .._util.settings import checked_number
-from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from ..store.base import (
     MAX_LISTED,
@@ -44,12 +43,12 @@ LISTING_TIMEOUTS = 10
 _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
 _IDLE_SECONDS = 30.0
-_TRIES = 4
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _SMALL_BODY = 1 << 16
 MIN_RATE = 16 << 10
 _URL = re.compile(r"[!-~]+")
 LENGTH = re.compile(r"[0-9]{1,18}")
+#: Statuses of a server that may answer later, with all from 500 on.
+MAY_PASS = (408, 425, 429)
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 _LISTED = re.compile(r"([0-9]{1,18}) ([0-9]{1,12}) (\S{1,512})")
 _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
@@ -70,22 +69,26 @@ class HttpStore(ReadOnly):
     """A `Store` for readers, behind an HTTP server such as ``pulse serve``, without credentials.
 
     Writing calls raise StoreError. Redirects are refused, proxies not asked. `get` without ``stop``
-    reads up to 256 MiB, and else raises StoreError. A request that fails in a way that may pass is
-    repeated up to three times, ever later. It may be used from several threads, which share up to
-    eight idle connections, kept for 30 s.
+    reads up to 256 MiB, and else raises StoreError. It may be used from several threads, which
+    share up to eight idle connections, kept for 30 s.
 
     Args:
         url: The server's address: ``http://host:port/prefix`` or ``https://…``.
         timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
-            long, a whole listing. A request is not repeated after so long.
+            long, a whole listing.
+        retry_timeout: For how long a request is repeated that fails in a way that may pass, in
+            seconds; 5 at most until the server has answered once. Default: 180.
     Raises:
         InputError: ``url`` is no such address.
     """
 
     writers_hint = "Give readers this address, and writers the store behind it."
 
-    def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
+    def __init__(
+        self, url: str, *, timeout_seconds: float = 30.0, retry_timeout: float = RETRY_SECONDS
+    ) -> None:
         self._timeout = checked_timeout(timeout_seconds)
+        self._patience = Patience(shown(url), retry_timeout)
         self._connect, self._path = _parsed(url)
         self._url = url.rstrip("/")
         self._idle: list[_Connection] = []
@@ -205,16 +208,16 @@ class HttpStore(ReadOnly):
         headers: dict[str, str] | None = None,
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
-        after some tries."""
-        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES, seconds=self._timeout):
-            checkpoint()
+        after ``retry_timeout``."""
+
+        def ask() -> T:
             try:
                 return self._try(method, path, read, headers or {})
             except (OSError, HTTPException, _Transient) as error:
-                if not attempt.left:
-                    reason = str(error) or type(error).__name__
-                    raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
-        raise AssertionError
+                reason = str(error) or type(error).__name__
+                raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
+
+        return self._patience(ask)
 
     def _try(
         self,
@@ -243,7 +246,7 @@ class HttpStore(ReadOnly):
     ) -> T:
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
-        if status in (408, 429) or status >= 500:
+        if status in MAY_PASS or status >= 500:
             raise _Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
             raise StoreError(

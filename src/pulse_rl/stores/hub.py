@@ -26,8 +26,7 @@ from urllib.request import (
 )
 
 from .._util.addresses import shown, shown_text
-from .._util.retry import retrying
-from .._util.threads import checkpoint
+from .._util.retry import RETRY_SECONDS, Patience
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from ..store.base import (
     MAX_LISTED,
@@ -42,6 +41,7 @@ from .http import (
     LENGTH,
     LISTING_TIMEOUTS,
     MAX_WHOLE_BYTES,
+    MAY_PASS,
     MIN_RATE,
     DeadlineSocket,
     checked_timeout,
@@ -53,9 +53,6 @@ _ADDRESS = re.compile(
 )
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 _PAGE_BYTES = 8 << 20
-_TRIES = 4
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 4.0
-_MAY_PASS = (408, 429, 500, 502, 503, 504)
 
 
 class _Bounded(HTTPConnection):
@@ -117,7 +114,9 @@ class HubStore(ReadOnly):
         token: An access token. Default: HF_TOKEN, or that of ``hf auth login``.
         endpoint: The Hub's address. Default: HF_ENDPOINT, or the Hub.
         timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
-            long, a whole listing. A request is not repeated after so long.
+            long, a whole listing.
+        retry_timeout: For how long a request is repeated that fails in a way that may pass, in
+            seconds; 5 at most until the Hub has answered once. Default: 180.
     Raises:
         InputError: ``address`` names no repository.
     """
@@ -131,6 +130,7 @@ class HubStore(ReadOnly):
         token: str | None = None,
         endpoint: str | None = None,
         timeout_seconds: float = 30.0,
+        retry_timeout: float = RETRY_SECONDS,
     ) -> None:
         match = _ADDRESS.fullmatch(address)
         if match is None or match[2].startswith(("buckets/", "spaces/")):
@@ -143,6 +143,7 @@ class HubStore(ReadOnly):
         if "@" in hub:
             raise InputError("the endpoint of a Hub has no user", hint="HF_TOKEN has the token.")
         self._timeout = checked_timeout(timeout_seconds)
+        self._patience = Patience(shown(address), retry_timeout)
         self._address = address
         self._prefix = prefix.strip("/")
         plural = "" if kind == "models" else f"{kind}/"
@@ -228,8 +229,8 @@ class HubStore(ReadOnly):
         sent = {"User-Agent": "pulse-rl", "Accept-Encoding": "identity", **(headers or {})}
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES, seconds=self._timeout):
-            checkpoint()
+
+        def ask() -> HTTPResponse:
             try:
                 answer: HTTPResponse = self._opener.open(
                     Request(url, headers=sent, method=method), timeout=self._timeout
@@ -251,14 +252,14 @@ class HubStore(ReadOnly):
                     raise StoreError(
                         f"not allowed to read {self._address}", hint="Set HF_TOKEN."
                     ) from None
-                if error.code not in _MAY_PASS or not attempt.left:
-                    raise StoreUnavailable(
-                        f"{self._address}: the Hub answers {error.code} to {name}"
-                    ) from None
+                may_pass = error.code in MAY_PASS or error.code >= 500
+                raise (StoreUnavailable if may_pass else StoreError)(
+                    f"{self._address}: the Hub answers {error.code} to {name}"
+                ) from None
             except (URLError, HTTPException, OSError, ValueError) as error:
-                if not attempt.left:
-                    raise StoreUnavailable(f"{self._address}: {shown_text(str(error))}") from None
-        raise AssertionError
+                raise StoreUnavailable(f"{self._address}: {shown_text(str(error))}") from None
+
+        return self._patience(ask)
 
     def _read(self, answer: HTTPResponse, name: str, most: int) -> bytes:
         try:

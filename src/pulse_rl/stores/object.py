@@ -7,19 +7,20 @@ import configparser
 import os
 import re
 from _thread import start_new_thread
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
 from obstore import exceptions as ob
 
-from .._util.addresses import check_address, shown, shown_text
+from .._util.addresses import check_address, shown
+from .._util.retry import RETRY_SECONDS, Patience
 from .._util.threads import Call, ordered_map
 from ..errors import AlreadyExists, InputError, NotFound, PulseError, StoreError, StoreUnavailable
 from ..store.base import (
@@ -31,13 +32,14 @@ from ..store.base import (
     check_name,
     check_range,
 )
+from .object_errors import Place, explained, is_expired
 
+T = TypeVar("T")
 _PAGE = 1000
-# Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
-# own: minutes.
-_FIRST_LIMITS: dict[str, Any] = {
-    "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}
-}
+# Of obstore, within one of our own tries. Until a store has answered once it is more likely to be
+# misconfigured than busy.
+_LIMITS: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
+_FIRST_LIMITS: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=4)}
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
 # The process that made the first request. obstore's threads, which all stores share, are not in its
 # forked children, where a request would wait for ever.
@@ -81,63 +83,112 @@ class ObjectStore:
     Args:
         url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``, with settings but for secrets, such
             as ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
+        retry_timeout: For how long a call is repeated that fails in a way that may pass, in
+            seconds; 5 at most until the store has answered once. A stream of chunks that can be
+            read once only is sent once. Default: 180.
         options: Settings of obstore (``endpoint``, ``region``, ``account_name`` …); for S3
             ``profile``, too.
     Raises:
-        InputError: There is a secret in the address.
+        InputError: There is a secret in the address, or a setting is empty or malformed.
         StoreError: The store cannot be opened.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, *, retry_timeout: float = RETRY_SECONDS, **options: Any) -> None:
         self._address = url
-        place, given = _parsed(url)
-        options = given | options
-        self._scheme, self._bucket = urlsplit(place).scheme, urlsplit(place).netloc
+        self._patience = Patience(shown(url), retry_timeout)
+        self._url, given = _parsed(url)
+        self._given = given | options
+        self._scheme, self._bucket = urlsplit(self._url).scheme, urlsplit(self._url).netloc
+        self._options: dict[str, Any] | None = None
+        self._open()
+
+    def _open(self) -> bool:
+        """Open the store with the settings that there are now; False if they are those that it has
+        already."""
+        options = dict(self._given)
         if self._scheme in ("s3", "s3a"):
-            options = _with_profile(options)
-        self._endpoint = next(
-            (str(options[k]) for k in ("endpoint", "endpoint_url") if options.get(k)), None
-        )
-        if self._endpoint is None and self._scheme in ("s3", "s3a"):
-            self._endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+            options = _from_environment(_with_profile(options))
+        options = _checked_settings(options)
+        if options == self._options:
+            return False
+        self._options = options
+        self._endpoint = options.get("endpoint") or options.get("endpoint_url")
         if (self._endpoint or "").startswith("http://"):
-            options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
+            options = options | {
+                "client_options": {"allow_http": True, **options.get("client_options", {})}
+            }
+        lasting = {"retry_config": _LIMITS} | options
+        limits = {**_FIRST_SECONDS, **options.get("client_options", {})}
+        first = {"retry_config": _FIRST_LIMITS} | options | {"client_options": limits}
         try:
-            self._store = self._lasting = obstore.store.from_url(place, **options)
-            if "retry_config" not in options:
-                limits = {**_FIRST_SECONDS, **options.get("client_options", {})}
-                first = {**options, **_FIRST_LIMITS, "client_options": limits}
-                self._store = obstore.store.from_url(place, **first)
+            self._lasting = obstore.store.from_url(self._url, **lasting)
+            self._store = obstore.store.from_url(self._url, **first)
         except (ob.BaseError, ValueError, TypeError) as error:
             raise self._explained(error, "open", "") from error
+        return True
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._address!r})"
 
     def put(self, name: str, data: Data) -> None:
-        with self._translated("put", name):
-            obstore.put(
-                self._store, check_name(name), data if isinstance(data, bytes) else _begun(data)
-            )
+        check_name(name)
+
+        def put() -> None:
+            obstore.put(self._store, name, data if isinstance(data, bytes) else _begun(data))
+
+        self._call("put", name, put, once=isinstance(data, Iterator))
 
     def put_new(self, name: str, data: bytes) -> None:
-        with self._translated("put", name):
-            obstore.put(self._store, check_name(name), data, mode="create", use_multipart=False)
+        check_name(name)
+
+        def create() -> None:
+            try:
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+            except ob.AlreadyExistsError as error:
+                # S3 says 409, too, where another request for the name is under way and may fail.
+                try:
+                    obstore.head(self._store, name)
+                except (ob.NotFoundError, FileNotFoundError):
+                    raise StoreUnavailable(
+                        f"{self._address}: {name} is being created by another request"
+                    ) from error
+                raise
+
+        self._call("put", name, create)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._translated("get", name):
+        check_name(name)
+
+        def get() -> bytes:
             if start == 0 and stop is None:
-                return bytes(obstore.get(self._store, check_name(name)).bytes())
+                return bytes(obstore.get(self._store, name).bytes())
             if stop is not None and 0 <= start < stop:
                 # One request where all is well; what is wrong with a range is found out below.
                 with suppress(ob.BaseError):
-                    data = self._pieces(check_name(name), start, stop)
+                    data = self._pieces(name, start, stop)
                     if len(data) == stop - start:
                         return data
-            start, stop = check_range(name, self.head(name).nbytes, start, stop)
-            if start == stop:
+            size = int(self._meta(name)["size"])
+            first, last = check_range(name, size, start, stop)
+            if first == last:
                 return b""
-            return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+            if (first, last) == (0, size):  # some proxies answer a range with the whole object
+                return bytes(obstore.get(self._store, name).bytes())
+            return bytes(obstore.get_range(self._store, name, start=first, end=last))
+
+        return self._call("get", name, get)
+
+    def _meta(self, name: str) -> Any:
+        """What the store says of an object. An answer to HEAD has no body: where it refuses, the
+        reason is asked for by reading a byte."""
+        try:
+            return obstore.head(self._store, name)
+        except (ob.NotFoundError, FileNotFoundError):
+            raise
+        except ob.BaseError as error:
+            if re.search(r"\b40[03]\b", str(error)):
+                obstore.get_range(self._store, name, start=0, end=1)
+            raise
 
     def _pieces(self, name: str, start: int, stop: int) -> bytes:
         """The range, over as many connections as its length is worth."""
@@ -153,40 +204,75 @@ class ObjectStore:
         return b"".join(found)
 
     def head(self, name: str) -> ObjectInfo:
-        with self._translated("get", name):
-            meta = obstore.head(self._store, check_name(name))
+        check_name(name)
+        meta = self._call("get", name, lambda: self._meta(name))
         return ObjectInfo(name, meta["size"], meta["last_modified"].timestamp())
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        with self._translated("list", folder):
-            pages = obstore.list(
-                self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE
-            )
-            previous, held = "", None
-            for meta in chain(chain.from_iterable(pages), (None,)):
-                # An empty object "folder/", which consoles and mounts make, loses its slash in
-                # obstore: nothing of ours is empty and a folder, or out of order.
-                if held and not (meta and meta["path"].startswith(f"{held.name}/")):
-                    yield held
-                held = None
-                if meta is None:
-                    return
-                found = ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                if found.nbytes == 0 and (found.name == folder or found.name <= previous):
-                    continue
-                # Most backends list in order; one that does not would break resuming at
-                # start_after, so say it.
-                if found.name <= previous:
-                    raise StoreError(f"{self._address} does not list objects in name order")
-                previous = found.name
-                if found.nbytes == 0:
-                    held = found
-                else:
-                    yield found
+        check_folder(folder)
+        previous, held = "", None
+        for meta in chain(self._metas(folder, start_after), (None,)):
+            # An empty object "folder/", which consoles and mounts make, loses its slash in obstore:
+            # nothing of ours is empty and a folder, or out of order.
+            if held and not (meta and meta["path"].startswith(f"{held.name}/")):
+                yield held
+            held = None
+            if meta is None:
+                return
+            found = ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+            if found.nbytes == 0 and (found.name == folder or found.name <= previous):
+                continue
+            # Most backends list in order; one that does not would break resuming at start_after, so
+            # say it.
+            if found.name <= previous:
+                raise StoreError(f"{self._address} does not list objects in name order")
+            previous = found.name
+            if found.nbytes == 0:
+                held = found
+            else:
+                yield found
+
+    def _metas(self, folder: str, start_after: str | None) -> Iterator[Any]:
+        """What the store says of the objects below a folder, page by page. A listing that breaks
+        begins again after its last page."""
+        after, pages = start_after, None
+
+        def next_page() -> Any:
+            nonlocal pages
+            begun, pages = pages, None
+            if begun is None:
+                begun = iter(
+                    obstore.list(self._store, folder or None, offset=after, chunk_size=_PAGE)
+                )
+            page = next(begun, None)
+            pages = begun
+            return page
+
+        while page := self._call("list", folder, next_page):
+            after = page[-1]["path"]
+            yield from page
 
     def delete(self, name: str) -> None:
-        with suppress(NotFound), self._translated("delete", name):
-            obstore.delete(self._store, check_name(name))
+        check_name(name)
+        with suppress(NotFound):
+            self._call("delete", name, lambda: obstore.delete(self._store, name))
+
+    def _call(self, call: str, name: str, work: Callable[[], T], *, once: bool = False) -> T:
+        """The result of ``work``, repeated while it fails in a way that may pass, but for what can
+        be done ``once``; and with new credentials, where those in the files of AWS have changed."""
+
+        def tried() -> T:
+            with self._translated(call, name):
+                return work()
+
+        try:
+            return tried() if once else self._patience(tried)
+        except StoreError as error:
+            if once or not isinstance(error.__cause__, ob.BaseError) or not is_expired(error):
+                raise
+            if not self._open():
+                raise
+            return self._patience(tried)
 
     @contextmanager
     def _translated(self, call: str, name: str) -> Iterator[None]:
@@ -211,34 +297,8 @@ class ObjectStore:
         self._store = self._lasting
 
     def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
-        """What an error of obstore means that ``call`` (open, put, get, list or delete) has raised,
-        and what to do about it."""
-        text, first = str(error), shown_text(_first_line(error))
-        kind = _KINDS.get(self._scheme, "s3")
-        words = {
-            "bucket": self._bucket,
-            "endpoint": shown(self._endpoint or "the default endpoint"),
-            "call": call,
-            "first": first,
-            "sought": _SOUGHT[kind],
-            "give": _GIVE[kind],
-            "right": _RIGHTS[kind].get(call, "more rights"),
-        }
-        where = f"{self._address}: {name}".removesuffix(": ")
-        missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
-        for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
-            if re.search(pattern, text):
-                return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-        if missing:
-            return NotFound(f"{name} is not in the store {self._address}")
-        if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
-            return StoreError(f"{where}: {first}")
-        for pattern, what, hint in _AWAY:
-            if re.search(pattern, text):
-                reason = f"{where}: {what.format(**words)}"
-                return StoreUnavailable(reason, hint=hint.format(**words))
-        away = StoreError if call == "open" else StoreUnavailable
-        return away(f"{where}: {first}")
+        place = Place(self._address, self._scheme, self._bucket, self._endpoint)
+        return explained(error, call, name, place)
 
 
 def _parsed(url: str) -> tuple[str, dict[str, str]]:
@@ -246,6 +306,55 @@ def _parsed(url: str) -> tuple[str, dict[str, str]]:
     check_address(url)
     place, _, query = url.partition("?")
     return place, dict(parse_qsl(query, keep_blank_values=True))
+
+
+_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+)
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def _from_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the endpoint of the environment, which may be one for S3 alone, and with its
+    keys where these have white space at an end. Raises InputError for one that is empty."""
+    if not {"endpoint", "endpoint_url"} & options.keys():
+        named = next((name for name in _ENDPOINTS if name in os.environ), None)
+        if named is not None:
+            options = options | {"endpoint": _set(named)}
+    for name in _VARIABLES:
+        key = name.removeprefix("AWS_").lower()
+        given = os.environ.get(name)
+        if given and given != given.strip() and key not in options:
+            options = options | {key: _set(name)}
+    return options
+
+
+def _set(variable: str) -> str:
+    value = os.environ[variable].strip()
+    if not value:
+        raise InputError(f"{variable} is set, and empty", hint="Unset it, or give it a value.")
+    return value
+
+
+def _checked_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without white space at their ends, as from a file of a secret. Raises InputError
+    for those with which obstore would panic."""
+    checked = {k: v.strip() if isinstance(v, str) else v for k, v in options.items()}
+    for key, value in checked.items():
+        if isinstance(value, str) and not value.isprintable():
+            raise InputError(f"the setting {key!r} has a control character", hint="Remove it.")
+    for key in {"endpoint", "endpoint_url"} & checked.keys():
+        value = checked[key]
+        if not re.match("https?://[^/]", str(value)):
+            raise InputError(
+                f"the endpoint {shown(str(value))!r} has no scheme",
+                hint=f"Write http:// or https:// before it: https://{shown(str(value))}",
+            )
+    return checked
 
 
 # -- the files of the AWS command line
@@ -339,151 +448,3 @@ def _from_boto3(profile: str) -> Any:
             f"the AWS profile {profile!r} gives no credentials: {reason}",
             hint=f"Run `aws sso login --profile {profile}`.",
         ) from error
-
-
-# -- what errors mean
-
-
-_KINDS = {"gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_SOUGHT = {
-    "s3": "in the arguments, AWS_ACCESS_KEY_ID, a profile of ~/.aws, a web identity, or the role "
-    "of this container or "
-    "machine",
-    "gcs": "in the arguments, GOOGLE_APPLICATION_CREDENTIALS, the log-in of gcloud, or the "
-    "account of this machine",
-    "azure": "in the arguments, AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID, or the identity of "
-    "this machine",
-}
-_GIVE = {
-    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; skip_signature=true "
-    "reads public buckets.",
-    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth "
-    "application-default login`.",
-    "azure": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_CLIENT_ID "
-    "and its secret.",
-}
-_RIGHTS = {
-    "s3": {
-        "put": "s3:PutObject",
-        "get": "s3:GetObject",
-        "list": "s3:ListBucket",
-        "delete": "s3:DeleteObject",
-    },
-    "gcs": {
-        "put": "storage.objects.create and storage.objects.delete",
-        "get": "storage.objects.get",
-        "list": "storage.objects.list",
-        "delete": "storage.objects.delete",
-    },
-    "azure": dict.fromkeys(
-        ("put", "get", "list", "delete"), "the role Storage Blob Data Contributor"
-    ),
-}
-_REASONS: tuple[tuple[str, str, str], ...] = (
-    # A pattern in obstore's message, what it means, and what to do. The first that is found counts.
-    (
-        "NoSuchBucket|ContainerNotFound|specified bucket does not exist|container does not exist",
-        "there is no bucket {bucket!r} at {endpoint}",
-        "Create it, or check the address: scheme://BUCKET/PREFIX.",
-    ),
-    (
-        r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2|NoSuchCredential",
-        "no credentials were found {sought}",
-        "{give}",
-    ),
-    (
-        "Account must be specified",
-        "no storage account was given",
-        "Add ?account_name=ACCOUNT to the address.",
-    ),
-    (
-        "InvalidAccessKeyId",
-        "the access key is not one that {endpoint} knows",
-        "Check the key and the endpoint.",
-    ),
-    (
-        "SignatureDoesNotMatch",
-        "the secret key is not that of the access key",
-        "Check AWS_SECRET_ACCESS_KEY.",
-    ),
-    (
-        "ExpiredToken|TokenRefreshRequired",
-        "the credentials have expired",
-        "Renew them, as by `aws sso login`.",
-    ),
-    ("InvalidToken|AuthenticationFailed", "the credentials are not valid", "{give}"),
-    (
-        "RequestTimeTooSkewed",
-        "this machine's clock is wrong",
-        "Set the clock: requests are signed with the time.",
-    ),
-    (
-        "incorrectly configured "
-        "region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint",
-        "the bucket is in another region",
-        "Add ?region=REGION to the address, or set AWS_REGION.",
-    ),
-    (
-        "builder error",
-        "the endpoint {endpoint} is not https://, and plain http was not allowed",
-        'Give client_options={{"allow_http": True}}, or set AWS_ALLOW_HTTP=true.',
-    ),
-    (
-        "403 Forbidden|401 Unauthorized|necessary privileges|valid authentication",
-        "not allowed to {call}",
-        "The credentials need {right} there: docs/stores.md.",
-    ),
-    (
-        "not valid for store|UnknownConfigurationKey",
-        "the address or the arguments have a setting that there is not: {first}",
-        "Write it like s3://bucket/run?endpoint=http://minio:9000&region=us-east-1.",
-    ),
-    (
-        "Unable to recognise URL|Unrecogni[sz]ed",
-        "this is not the address of a bucket",
-        "Write scheme://BUCKET/PREFIX.",
-    ),
-    (
-        "ETag Header missing|Got invalid|Error deserializing|405 Method Not "
-        "Allowed|MethodNotAllowed",
-        "what answers at {endpoint} is no such object store: {first}",
-        "Check the endpoint's host and port; a web console often has another port.",
-    ),
-    (
-        "501 Not Implemented|NotImplemented",
-        "{endpoint} cannot {call} in this way: {first}",
-        "Run `pulse store-check`: creating an object only if it is not there has to work.",
-    ),
-    (
-        "InvalidContentType|corrupt message",
-        "{endpoint} does not speak https",
-        "Write http:// in the endpoint, or another port.",
-    ),
-    (
-        "invalid peer certificate|UnknownIssuer",
-        "the certificate of {endpoint} is not trusted here",
-        "Install its authority on this machine; for a try, give "
-        'client_options={{"allow_invalid_certificates": True}}.',
-    ),
-)
-_AWAY = (
-    (
-        "dns error|failed to lookup",
-        "the host of {endpoint} is not known",
-        "Check the endpoint's name and the network.",
-    ),
-    (
-        "Connection refused|ConnectionRefused",
-        "nothing answers at {endpoint}",
-        "Is it running? Check the host and port.",
-    ),
-    (
-        "TimedOut|operation timed out|timed out",
-        "{endpoint} does not answer in time",
-        "Check the endpoint's host and port, and proxies.",
-    ),
-)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
