@@ -180,7 +180,7 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert worker.root == state_root(states[-1])
-    assert len(counting.calls) < 300
+    assert len(counting.calls) < 120
     assert peak < 50 << 20
 
 

@@ -10,7 +10,6 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
 from pulse_rl.events import BaselineRestored, Event, Progress, Published, Synced
 from tests.support.checkpoints import write_checkpoint
-from tests.support.folds import fold_link
 from tests.support.publishers import took_over, tuned
 from tests.support.states import (
     Live,
@@ -268,14 +267,3 @@ def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng, store: Memo
     for stage, pairs in done.items():
         assert {t for _, t in pairs} == {nbytes}, stage
         assert max(d for d, _ in pairs) == nbytes, stage
-
-
-def test_false_links_cost_a_few_requests(rng: Rng) -> None:
-    """Thousands of empty files once cost a request and a search each."""
-    states = history(rng, 6)
-    store = FaultyStore(stream_of(states))
-    for k in range(3000):
-        store.put(*fold_link("policy", 0, 5, (f"{k:064x}", 1 + k)))
-    store.fail(10**9)
-    reach(Subscriber(store, stream="policy"), state_root(states[-1]))
-    assert len(store.calls) < 120

@@ -43,6 +43,7 @@ from tests.support.states import (
 from tests.support.stores import FaultyStore, names, s3_store
 
 counter = itertools.count()
+NAN = float("nan")
 
 
 @pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.slow)])
@@ -312,10 +313,11 @@ def test_metadata_travels_with_its_version(rng: Rng, store: MemoryStore) -> None
         assert (head.version, head.metadata) == (version, facts)
 
 
+REWARDS = [NAN, float("inf"), None, [1], {"a": 1}, np.float32("nan"), object(), "\ud800", b"x"]
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [float("nan"), float("inf"), None, [1], {"a": 1}, np.float32("nan"), object(), "\ud800", b"x"],
-    ids=lambda v: type(v).__name__,
+    "wrong", [0, "", [], {"step": 1 << 63}, {1: 1}, *({"reward": reward} for reward in REWARDS)]
 )
 def test_metadata_that_cannot_be_stored_is_refused_before_anything_is(wrong: Any, rng: Rng) -> None:
     """A reward is NaN sooner or later: the caller must learn that it is the metadata."""
@@ -325,7 +327,7 @@ def test_metadata_that_cannot_be_stored_is_refused_before_anything_is(wrong: Any
     publisher.publish(states[0])
     store.calls.clear()
     with pytest.raises(InputError, match="metadata"):
-        publisher.publish(states[1], metadata={"reward": wrong})
+        publisher.publish(states[1], metadata=wrong)
     assert [call for call, _ in store.calls if call.startswith("put")] == []
     assert publisher.publish(states[2]).version == 1
     assert_whole(store, [states[0], states[2]])
