@@ -254,8 +254,7 @@ def test_any_head_and_any_changes_are_understood(
     else:
         new = old.tolist()
         for at, step in found.items():
-            size = -sizes[at] if step.down else sizes[at]
-            new[at] = kind.unordered((kind.ordered(new[at]) + size) % (1 << bits))
+            new[at] = kind.stepped(new[at], -sizes[at] if step.down else sizes[at])
         check_decoded(payload, old, np.array(new, old.dtype), layout)
 
 
@@ -368,10 +367,7 @@ def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> 
     new, head = small(steps, seed=seed)
     parts = cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
     side = oracle.StateWriter()
-    ordered = [kind_of("BF16").ordered(x) for x in (*OLD.tolist(), *new.tolist())]
-    ups = [
-        (b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)
-    ]
+    ups = map(kind_of("BF16").step, OLD.tolist(), new.tolist())
     wanted = {at: up for at, up in enumerate(ups) if up}
     chances = oracle.Chances(head, OLD.tolist(), kind_of("BF16"), SMALL_RUNS)
     found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), wanted)

@@ -20,7 +20,6 @@ from tests.support.states import (
     policy,
     present,
     publish_each,
-    reach,
     roots,
     state_root,
     weights,
