@@ -3,7 +3,7 @@ small job to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -264,6 +264,16 @@ def group_of(loop: OuterLoop) -> TrainerGroup:
     assert isinstance(loop.meeting, GroupRounds)
     assert loop.meeting.group is not None
     return loop.meeting.group
+
+
+def outer_state(loop: Any) -> list[Flat]:
+    """Theta, momentum and residual."""
+    state = loop.state_dict()
+    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
+
+
+def all_same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
+    return all(same(x, y) for x, y in zip(one, other, strict=True))
 
 
 def root_of(loop: OuterLoop) -> str:
