@@ -36,6 +36,7 @@ from tests.support.sparse_blocks import (
     weights,
 )
 from tests.support.sparse_payload import Parts, cut, joined
+from tests.support.states import present
 from tests.support.table_oracle import SCALE, varint
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U16", "I32", "I8"]
@@ -288,8 +289,7 @@ def test_elements_that_change_while_they_are_read(
         layout = Layout.flat(DTYPES["BF16"], len(old))
         if remembered:
             at = np.arange(0, len(old), 40, np.uint32)
-            records = records_of(layout.dtype, at, old[at] ^ 1, old[at])
-            assert records is not None
+            records = present(records_of(layout.dtype, at, old[at] ^ 1, old[at]))
             layout = layout._replace(past=(records,))
         names = set()
         for k in range(600):

@@ -17,6 +17,7 @@ from torch import nn
 from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.errors import InputError, PublisherConflict, StoreError, StoreUnavailable
 from pulse_rl.store import Data
+from tests.support.states import present
 
 pytestmark = pytest.mark.slow  # it imports transformers
 
@@ -105,8 +106,7 @@ def steps(store: MemoryStore) -> list[Any]:
     with Subscriber(store, stream="policy") as last, Subscriber(store, stream="policy") as follower:
         last.sync()
         for version in range((last.version or 0) + 1):
-            update = follower.sync(version)
-            assert update is not None
+            update = present(follower.sync(version))
             update.acknowledge()
             found.append(update.metadata["step"])
     return found

@@ -12,7 +12,8 @@ import torch
 
 from pulse_rl.errors import CorruptMessage, NonFinite
 from tests.support.group_members import SIZE, Member, members
-from tests.support.loco_reference import all_same, flat, outer_state, same
+from tests.support.loco_reference import all_same, flat, last_round, outer_state, same
+from tests.support.states import present
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 ROUNDS = 4
@@ -182,8 +183,7 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         if member.rank == 0:  # many pass the trainer's gate, few the gate of its sums
             member.weight.grad[100:] = 0.003 * member.weight.detach()[100:]
         member.optimizer.step()
-        done = member.loop.last_round
-        assert done is not None
+        done = present(member.loop.last_round)
         assert not done.scattered
         assert done.summed > 1000
         member.reference.gate_sums = False
@@ -192,7 +192,6 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         assert same(flat(member.loop.residual()), member.reference.residual)
         member.reference.gate_sums = gated
         member.round()
-        assert member.loop.last_round is not None
-        assert member.loop.last_round.scattered
+        assert last_round(member.loop).scattered
 
     members(4, work, forced=True, **({} if gated else ALL_SUMS))

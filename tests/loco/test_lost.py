@@ -22,6 +22,7 @@ from tests.support.loco_reference import (
     flat,
     force_gated,
     group_of,
+    last_round,
     pulse_loco,
     same,
 )
@@ -103,12 +104,11 @@ class CheckedTrainer:
         self.step()
         self.reference = self.after(number, ranks)
         self.reference.check(self.loop)
-        assert self.loop.last_round is not None
-        assert (self.loop.last_round.number, self.loop.last_round.trainers) == (
+        assert (last_round(self.loop).number, last_round(self.loop).trainers) == (
             number + 1,
             len(ranks),
         )
-        return self.loop.last_round.root
+        return last_round(self.loop).root
 
 
 def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pulse_rl.errors import NonFinite, StateMismatch
 from pulse_rl.loco import PulseLoCo, gate, outer, parameters, wire
-from tests.support.loco_reference import Job, all_same, outer_state, pulse_loco, same
+from tests.support.loco_reference import Job, all_same, last_round, outer_state, pulse_loco, same
 
 
 def run(job: Job, loop: PulseLoCo, steps: int) -> None:
@@ -51,9 +51,7 @@ def test_resume_is_exact_at_a_boundary_and_in_mid_round(
     assert (resumed.round, resumed.inner_step) == divmod(stop, 3)
     run(again, resumed, 11 - stop)
     assert all_same(whole(job, loop), whole(again, resumed))
-    assert loop.last_round is not None
-    assert resumed.last_round is not None
-    assert loop.last_round.root == resumed.last_round.root
+    assert last_round(loop).root == last_round(resumed).root
 
 
 def test_at_a_boundary_the_model_needs_no_checkpoint() -> None:

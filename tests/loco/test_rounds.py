@@ -13,7 +13,7 @@ from torch import nn
 
 from pulse_rl.errors import InputError, NonFinite
 from pulse_rl.loco import Round
-from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, flat, last_round, pulse_loco, same
 
 
 def sgd(
@@ -53,10 +53,9 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
             assert same(
                 s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))
             ), "s is not whole"
-            assert loop.last_round is not None
-            assert (loop.last_round.number, loop.last_round.trainers) == (number + 1, 1)
-            assert loop.last_round.sent_bytes == 0
-            assert 0 < loop.last_round.entries < loop.last_round.parameters
+            assert (last_round(loop).number, last_round(loop).trainers) == (number + 1, 1)
+            assert last_round(loop).sent_bytes == 0
+            assert 0 < last_round(loop).entries < last_round(loop).parameters
 
 
 def test_small_steps_add_up_until_the_gate_opens() -> None:
@@ -89,8 +88,7 @@ def test_the_cast_of_theta_is_no_pseudo_gradient() -> None:
         assert not same(theta, theta.bfloat16().float())
         for _ in range(3):
             move(parameters, optimizer, 0, 0)
-            assert loop.last_round is not None
-            assert loop.last_round.entries == 0
+            assert last_round(loop).entries == 0
             assert same(loop.global_state()["w"], theta)
             assert not loop.residual()["w"].any()
 

@@ -44,8 +44,7 @@ def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng)
         done = relay.sync()
         assert (done.version, done.previous) == (version, version - 1 if version else None)
         assert done.nbytes == published.patch_bytes + published.anchor_bytes
-        reader.sync()
-        assert (reader.version, reader.root) == (version, root)
+        reach(reader, root, version)
         assert relay.sync() is None
     payloads = {info.name: info.nbytes for info in source.list("policy/payloads")}
     assert source.payloads_read() == payloads, "each payload is fetched once, and whole"
@@ -82,8 +81,7 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     assert "the fold 16->32" in done.links
     assert not any("anchor" in link for link in done.links)
     assert done.nbytes == sum(source.payloads_read().values())
-    reader.sync()
-    assert (reader.version, reader.root) == (42, root)
+    reach(reader, root, 42)
     assert newest_root(target, "s") == root
     assert_whole(target, "s")
     root = publish(1)

@@ -13,7 +13,7 @@ from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, publish_each, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, reach, roots
 from tests.support.stores import names
 
 KEY = Signer(bytes(range(32)))
@@ -104,8 +104,7 @@ def test_a_stream_that_is_recreated(rng: Rng, source: MemoryStore) -> None:
     assert newest_root(target) == roots(states)[3]
     done = Relay(source, target, stream="policy", allow_recreated=True, threads=1).sync()
     assert (done.version, newest_root(target)) == (0, root)
-    reader.sync()
-    assert (reader.version, reader.root) == (0, root)
+    reach(reader, root, 0)
     assert names(target, "policy/payloads") == names(source, "policy/payloads")
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, gate, parameters
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, Round, gate, parameters
 from pulse_rl.loco.gate import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import GroupRounds
 from pulse_rl.loco.loop import OuterLoop
+from tests.support.states import present
 
 Flat = torch.Tensor
 
@@ -264,6 +265,10 @@ def group_of(loop: OuterLoop) -> TrainerGroup:
     assert isinstance(loop.meeting, GroupRounds)
     assert loop.meeting.group is not None
     return loop.meeting.group
+
+
+def last_round(loop: OuterLoop) -> Round:
+    return present(loop.last_round)
 
 
 def outer_state(loop: Any) -> list[Flat]:

@@ -172,10 +172,11 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     return update
 
 
-def reach(worker: Subscriber, root: str) -> None:
-    """The newest version is the one with this root."""
+def reach(worker: Subscriber, root: str, version: int | None = None) -> None:
+    """The newest version is the one with this root, and of this number."""
     worker.sync()
     assert worker.root == root
+    assert version in (None, worker.version)
 
 
 def publish_each(publisher: Publisher, states: Iterable[Tensors]) -> None:

@@ -21,7 +21,7 @@ from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state
 from pulse_rl.errors import IntegrityError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.manifests import manifest_of
-from tests.support.states import Rng, history, publish_each
+from tests.support.states import Rng, history, publish_each, reach
 from tests.support.stores import FaultyStore, names
 
 
@@ -42,9 +42,7 @@ def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng, faulty: Fau
     if comes_back:
         faulty.inner.put(head, content)
     done = publisher.publish(states[2])
-    newcomer = Subscriber(faulty, stream="policy")
-    newcomer.sync()
-    assert (newcomer.version, newcomer.root) == (done.version, state_root(states[2]))
+    reach(Subscriber(faulty, stream="policy"), state_root(states[2]), done.version)
 
 
 def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:

@@ -38,7 +38,7 @@ from pulse_rl.stream.stream import Stream
 from tests.support.interrupts import armed
 from tests.support.manifests import history_named, manifest_of
 from tests.support.publishers import tuned
-from tests.support.states import reach
+from tests.support.states import present, reach
 
 ROWS, COLUMNS = 600, 200
 
@@ -468,8 +468,7 @@ def test_a_base_that_is_a_later_version_too(tmp_path: Path) -> None:
         made.publish(state)
         flat.reshape(-1)[at] += 1
     again, _ = reader(store, base=tmp_path / "model.safetensors")
-    again.sync()
-    assert (again.version, again.root) == (72, state_root(state))
+    reach(again, state_root(state), 72)
 
 
 def other(records: Windows, byte: int) -> Windows:
@@ -499,8 +498,7 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
     first.sync()
     first.save(tmp_path / "model.safetensors")
     file = tmp_path / "pulse.history"
-    history = load_history(file, cut(first.digest.specs), first.digest.root)
-    assert history is not None
+    history = present(load_history(file, cut(first.digest.specs), first.digest.root))
     windows = [s._replace(records=WRONG[wrong](dict(s.records))) for s in history.windows]
     save_history(file, History(tuple(windows)), cut(first.digest.specs), first.digest.root)
     again, _ = made.subscriber(base=tmp_path)

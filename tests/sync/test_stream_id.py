@@ -122,8 +122,7 @@ def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng, signer: Signer) ->
     worker = Subscriber(
         store, stream="policy", trusted_keys=[signer.public_key], stream_id=stream_id
     )
-    worker.sync()
-    assert (worker.version, worker.root) == (1, state_root(states[1]))
+    reach(worker, state_root(states[1]), 1)
     with pytest.raises(InputError, match="not a stream ID"):
         Subscriber(store, stream="policy", stream_id="policy")
     with pytest.raises(InputError, match="allow_recreated"):
@@ -346,8 +345,9 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
     published(states[2:], signer, store)
     with pytest.raises(StreamRecreated):
         worker.sync()
-    anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    reach(anew, state_root(states[2]))
+    reach(
+        Subscriber(store, stream="policy", trusted_keys=[signer.public_key]), state_root(states[2])
+    )
 
 
 def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:

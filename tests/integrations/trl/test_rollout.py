@@ -16,6 +16,7 @@ from pulse_rl import Subscriber
 from pulse_rl.engines.rollouts import Rollout
 from pulse_rl.errors import EngineUnavailable, InputError
 from pulse_rl.frameworks.trl import PulseRollout, pulse_rollout
+from tests.support.states import present
 
 from .server import PretendedServer
 
@@ -111,8 +112,7 @@ def test_a_version_a_step_and_a_completion_a_prompt(
     assert server.tag == "2"
     assert server.handle is not None
     assert server.handle.closed
-    update = Subscriber(str(tmp_path), stream="policy").sync()
-    assert update is not None
+    update = present(Subscriber(str(tmp_path), stream="policy").sync())
     assert update.metadata == {"step": 2, "epoch": 0.0}
 
 
