@@ -63,9 +63,7 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4, 16), anchor_ratio=1e9)
 
     def publish(versions: int) -> str:
-        for _ in range(versions):
-            trainer.step()
-            root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher, versions).root
         publisher.wait()
         return root
 
@@ -93,8 +91,7 @@ def test_what_a_relay_skipped_can_be_collected_around(source: MemoryStore) -> No
     target, trainer = MemoryStore(), TinyTrainer()
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     for version in range(30):
-        trainer.step()
-        root = publisher.publish(trainer.state, anchor=version == 3).root
+        root = trainer.publish(publisher, anchor=version == 3).root
         publisher.wait()
         if version in (0, 3, 29):
             Relay(source, target, stream="s", threads=1).sync()
@@ -149,8 +146,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str, source: MemoryStore) ->
     publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     relay = Relay(source, target, stream="s", threads=1, on_event=seen.append)
     for version in range(5):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher).root
         publisher.wait()
         if version == 0:
             relay.sync()
@@ -218,18 +214,17 @@ def test_digests_that_the_source_showed_damaged_are_tried_again(
     assert source.calls == [("list", "policy/versions")]
 
 
-def test_digests_that_stay_damaged_cost_less_and_less(rng: Rng) -> None:
-    source = FaultyStore(MemoryStore())
-    Publisher(source, stream="policy").publish(history(rng, 1)[0])
-    name = next(name for name in names(source, "policy/digests") if name.endswith("tensors"))
-    source.put(name, b"junk")
-    relay = Relay(source, MemoryStore(), stream="policy", threads=1)
+def test_digests_that_stay_damaged_cost_less_and_less(rng: Rng, faulty: FaultyStore) -> None:
+    Publisher(faulty, stream="policy").publish(history(rng, 1)[0])
+    name = next(name for name in names(faulty, "policy/digests") if name.endswith("tensors"))
+    faulty.put(name, b"junk")
+    relay = Relay(faulty, MemoryStore(), stream="policy", threads=1)
     for _ in range(5):
         relay.sync()
-    source.calls.clear()
+    faulty.calls.clear()
     for _ in range(50):
         assert relay.sync() is None
-    assert set(source.calls) == {("list", "policy/versions")}
+    assert set(faulty.calls) == {("list", "policy/versions")}
 
 
 def test_a_gap_in_the_source_is_named(rng: Rng, source: MemoryStore) -> None:
@@ -256,8 +251,7 @@ def test_folds_are_passed_on_with_their_signatures(source: MemoryStore) -> None:
     publisher = Publisher(source, stream="s", threads=1, signer=KEY, anchor_ratio=1e9)
     keys = [KEY.public_key]
     for version in range(17):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher).root
         if version == 0:
             Relay(source, target, stream="s", trusted_keys=keys, threads=1).sync()
     list(fold_stream(source, "s", (16,), signer=KEY, threads=1))

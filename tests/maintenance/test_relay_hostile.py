@@ -50,8 +50,7 @@ def relayed_once() -> tuple[MemoryStore, MemoryStore, str]:
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
     for version in range(18):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher).root
         if version == 0:
             Relay(source, target, stream="s", threads=1).sync()
     return source, target, root

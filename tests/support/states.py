@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, Publisher, State, Subscriber, Update, state_root
+from pulse_rl import Bits, Published, Publisher, State, Subscriber, Update, state_root
 
 T = TypeVar("T")
 Tensors = dict[str, Bits]
@@ -127,6 +127,13 @@ class TinyTrainer:
     def step(self, density: float = 0.003) -> None:
         for tensor in self.state.values():
             tensor.array[self.rng.random(tensor.array.shape) < density] ^= 1
+
+    def publish(self, publisher: Publisher, versions: int = 1, **arguments: Any) -> Published:
+        """A step before each of these versions; the report of the last."""
+        for _ in range(versions):
+            self.step()
+            published = publisher.publish(self.state, **arguments)
+        return published
 
 
 def snapshot(state: State | Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

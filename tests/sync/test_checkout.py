@@ -189,11 +189,10 @@ def test_which_version_it_is(long: Stream, tmp_path: Path) -> None:
         checkout(store, "other")
 
 
-def test_only_trusted_versions_are_checked_out(tmp_path: Path) -> None:
-    key = Signer.generate()
-    with Publisher(tmp_path, stream="s", signer=key) as publisher:
+def test_only_trusted_versions_are_checked_out(tmp_path: Path, signer: Signer) -> None:
+    with Publisher(tmp_path, stream="s", signer=signer) as publisher:
         done = publisher.publish({"w": np.arange(9)})
-    with checkout(tmp_path, "s", root=done.root, trusted_keys=[key.public_key]) as found:
+    with checkout(tmp_path, "s", root=done.root, trusted_keys=[signer.public_key]) as found:
         assert found.version == 0
     with pytest.raises(Untrusted):
         checkout(tmp_path, "s", trusted_keys=[Signer.generate().public_key])

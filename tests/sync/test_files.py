@@ -143,18 +143,6 @@ def test_a_damaged_file_is_refused_and_named(rng: Rng, store: MemoryStore) -> No
         assert report.problems[0].startswith("tokenizer/vocab.txt: ")
 
 
-def test_gc_keeps_those_of_kept_versions_only(rng: Rng, store: MemoryStore) -> None:
-    with Publisher(store, stream="policy", anchor_ratio=0) as publisher:
-        for version, state in enumerate(history(rng, 6)):
-            publisher.publish(
-                state, files={"step.txt": str(version // 2).encode(), "config.json": CONFIG}
-            )
-    gc_stream(store, "policy", keep=2, grace_seconds=0)
-    assert len(payloads(store)) == 2
-    assert newest(store) == {"step.txt": b"2", "config.json": CONFIG}
-    assert all(report.ok for report in verify_stream(store, "policy"))
-
-
 def test_a_relay_copies_them_once_and_folds_lead_to_their_versions_files(rng: Rng) -> None:
     source, target = Counted(), Counted()
     relay = Relay(source, target, stream="policy", threads=1)

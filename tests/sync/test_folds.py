@@ -18,9 +18,7 @@ from tests.support.states import TinyTrainer, present, reach
 def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
     trainer = TinyTrainer()
     publisher = FoldingPublisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
-    for _ in range(versions):
-        trainer.step()
-        publisher.publish(trainer.state)
+    trainer.publish(publisher, versions)
     publisher.wait()
     return trainer
 
@@ -60,8 +58,7 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
     trainer = TinyTrainer()
     publisher = FoldingPublisher(store, stream="s", folds=(4, 16), threads=1)
     for k in range(20):
-        trainer.step()
-        publisher.publish(trainer.state, metadata={"k": k})
+        trainer.publish(publisher, metadata={"k": k})
     publisher.wait()
     update = present(subscriber.sync())
     assert any("fold" in link for e in seen if isinstance(e, Synced) for link in e.links)

@@ -28,7 +28,7 @@ from pulse_rl.events import CallFailed, Event
 from pulse_rl.follow.multi_subscriber import Schedule
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
-from tests.support.states import Rng, Tensors, history, roots
+from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore
 
 #: Within this many seconds everything comes; nothing waits for it to pass.
@@ -296,28 +296,6 @@ def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, r
         take(updates, 2)
         fleet.publish(1)
         assert take(updates, 2) == dict.fromkeys(fleet.names, fleet.roots[1])
-
-
-def test_updates_make_the_publishers_state(rng: Rng, store: MemoryStore) -> None:
-    """What an update writes, over all versions, makes the publisher's state."""
-    fleet = Fleet(store, 1, rng)
-    live: dict[str, np.ndarray] = {}
-    with MultiSubscriber(store, fleet.names, poll_seconds=0.02) as subscribers:
-        updates = subscribers.updates(timeout_seconds=SOON)
-        for version in range(4):
-            fleet.publish(version)
-            _, update = next(updates)
-            for name, indices, values in update:
-                if indices is None:
-                    live[name] = np.array(values).ravel()
-                else:
-                    live[name][indices] = values
-            for name, tensor in _bits(fleet.states[version]).items():
-                assert np.array_equal(live[name], tensor)
-
-
-def _bits(state: Tensors) -> dict[str, np.ndarray]:
-    return {name: np.asarray(tensor.array).ravel() for name, tensor in state.items()}
 
 
 def test_the_schedule_takes_what_has_been_due_for_longest() -> None:
