@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, gc_stream, verify_stream
@@ -32,6 +33,9 @@ def test_one_that_is_far_behind_reads_less_where_there_are_folds(store: Store) -
     update = worker.sync()
     assert update is not None
     assert worker.root == trainer.root
+    for _, indices, _ in update:
+        assert indices is not None
+        assert np.all(np.diff(indices) > 0), "each change once"
     assert 0 < update.payload_bytes < 0.7 * sent
     assert all(not report.problems for report in verify_stream(store, STREAM))
 

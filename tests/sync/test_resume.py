@@ -196,17 +196,6 @@ def test_a_subscriber_starts_from_the_state_that_it_has(tmp_path: Path, rng: Rng
         assert subscriber.root == state_root(states[4])
 
 
-def test_an_update_from_the_base_fits_the_model_that_holds_it(rng: Rng) -> None:
-    states = history(rng, 4)
-    store = stream_of(states)
-    live = Live()
-    live.tensors = {n: type(t)(t.array.copy(), t.dtype) for n, t in states[1].items()}
-    update = present(Subscriber(store, stream="policy", base=states[1]).sync())
-    assert not update.full
-    live.apply(update)
-    assert live.root == state_root(states[3])
-
-
 def test_a_base_at_the_head_needs_nothing(rng: Rng) -> None:
     states = history(rng, 3)
     event, subscriber = synced(stream_of(states), states[2])

@@ -33,7 +33,6 @@ from tests.support.states import (
     mutated,
     policy,
     present,
-    publish_each,
     reach,
     roots,
     snapshot,
@@ -90,28 +89,6 @@ def test_a_worker_follows_every_version(any_store: Store | str, rng: Rng) -> Non
         ("the patch 2->3",),
     ]
     assert_whole(any_store, states)
-
-
-def test_an_update_over_several_versions_is_merged(rng: Rng, store: MemoryStore) -> None:
-    """One change an element, with the newest bits, also for what changed twice or back again."""
-    states = history(rng, 2, density=0.1)
-    states += [mutated(rng, states[1], 0.1), states[1], mutated(rng, states[0], 0.2)]
-    publisher, subscriber, live = (
-        Publisher(store, stream="policy"),
-        Subscriber(store, stream="policy"),
-        Live(),
-    )
-    publisher.publish(states[0])
-    live.apply(subscriber.sync())
-    publish_each(publisher, states[1:])
-    update = present(subscriber.sync())
-    assert (update.previous, update.version, update.full) == (0, 4, False)
-    for name, indices, values in update:
-        assert indices is not None
-        assert (np.diff(indices) > 0).all()
-        np.testing.assert_array_equal(values, states[-1][name].array.reshape(-1)[indices])
-    live.apply(update)
-    assert live.root == state_root(states[-1])
 
 
 def test_a_target_between_is_reached_and_never_left_backwards(rng: Rng) -> None:
