@@ -223,10 +223,8 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
         publisher = tuned(MemoryStore(), stream="run", history=codec == "history")
         done = [publisher.publish(State.of({"w": Bits(s.reshape(-1, 1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
-        nbytes, changed = (
-            sum(p.patch_bytes for p in published),
-            sum(p.changed or 0 for p in published),
-        )
+        nbytes = sum(p.patch_bytes for p in published)
+        changed = sum(p.changed or 0 for p in published)
         # Headers are compressed, with digests that differ.
         assert found[f"bytes_per_changed_{codec}"] * changed == pytest.approx(
             nbytes, abs=len(published)

@@ -424,11 +424,9 @@ def parsed(records: bytes) -> tuple[Steps, dict[int, int]]:
     """Steps and classes."""
     steps, classes, at = {}, {}, 0
     for k in range(0, len(records), 4):
-        gap, step, cls = (
-            int.from_bytes(records[k : k + 2], "little"),
-            records[k + 2],
-            records[k + 3],
-        )
+        gap = int.from_bytes(records[k : k + 2], "little")
+        step = records[k + 2]
+        cls = records[k + 3]
         at += gap
         if gap == 65535 and step == 0:
             assert cls == 0

@@ -202,10 +202,8 @@ def test_who_closes_reads_heads_alone(overlap: int, store: MemoryStore, line: Fa
         return data
 
     line.damage = arrives
-    a, b = (
-        gated(store, "a", overlap=overlap),
-        gated(line, "b", overlap=overlap, quorum=3),
-    )
+    a = gated(store, "a", overlap=overlap)
+    b = gated(line, "b", overlap=overlap, quorum=3)
     with a.loop, b.loop:
         at_once(*(lambda m=m: [m.job.step(ord(m.name)) for _ in range(8)] for m in (a, b)))
     for number in range(1, 4):

@@ -413,10 +413,8 @@ def test_what_differs_is_refused(
         return found._replace(found=Changes(positions, values))
 
     def prove() -> str:
-        known, chosen = (
-            (past if name == "history" else ()),
-            "zstd" if name == "zstd" else codec.AUTO,
-        )
+        known = past if name == "history" else ()
+        chosen = "zstd" if name == "zstd" else codec.AUTO
         encoded, _ = encode_verified(block, before, after, known, codec=chosen, stride=16)
         by = codec.codec_name(encoded.codec_id)
         return "auto" if by in ("gaps", "sparse") else by

@@ -83,11 +83,9 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
     ("side", "after"), [("source", False), ("target", False), ("target", True)]
 )
 def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> None:
-    trainer, source, target = (
-        Trainer(elements=600),
-        FaultyStore(MemoryStore()),
-        FaultyStore(MemoryStore()),
-    )
+    trainer = Trainer(elements=600)
+    source = FaultyStore(MemoryStore())
+    target = FaultyStore(MemoryStore())
     failing = source if side == "source" else target
     with Publisher(source.inner, stream=STREAM, anchor_ratio=0.1, threads=1) as publisher:
         at, roots = 0, []

@@ -62,10 +62,8 @@ def nearest(bits: FP32Bits, name: str) -> Array:
 def patterns(name: str, rng: np.random.Generator) -> FP32Bits:
     """All upper halves with lower halves around ties; all numbers of the dtype and the points
     halfway between two, each with its neighbors; a sample of all 2^32."""
-    upper, lower = (
-        np.arange(1 << 16, dtype=np.uint32) << 16,
-        np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]),
-    )
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     exact = magnitudes(name)
     with np.errstate(over="ignore"):
         corners = (

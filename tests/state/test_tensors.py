@@ -180,11 +180,9 @@ def test_parameters_and_plain_subclasses_are_tensors() -> None:
 
 
 def test_host_tensors_are_views_and_not_copies() -> None:
-    array, tensor, given = (
-        np.zeros(3, np.float32),
-        torch.zeros(3),
-        Bits(np.zeros(3, np.uint16), "BF16"),
-    )
+    array = np.zeros(3, np.float32)
+    tensor = torch.zeros(3)
+    given = Bits(np.zeros(3, np.uint16), "BF16")
     state = State.of({"a": array, "t": tensor, "g": given})
     array[1], tensor[1], given.array[1] = 1, 1, 7
     assert state.read("a")[1] == state.read("t")[1] == 0x3F800000

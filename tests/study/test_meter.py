@@ -207,10 +207,8 @@ def test_after_close_nothing_is_measured() -> None:
 def test_memory_is_bounded_by_copies_and_small_where_little_changes() -> None:
     model = build()
     copy = 2 * sum(p.numel() for p in model.parameters())
-    dense, sparse = (
-        torch.optim.AdamW(model.parameters(), lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=1e-6),
-    )
+    dense = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sparse = torch.optim.SGD(model.parameters(), lr=1e-6)
     with SparsityMeter(model, ks=(4,)) as meter:
         assert meter.memory_bytes == copy
         train(model, dense, 12, lambda: None)

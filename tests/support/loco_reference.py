@@ -98,10 +98,8 @@ class Reference:
 
     def gated(self, s: Flat) -> Flat:
         """What is sent of ``s``."""
-        before, after = (
-            self.theta.to(self.gate_dtype),
-            (self.theta - s).to(self.gate_dtype),
-        )
+        before = self.theta.to(self.gate_dtype)
+        after = (self.theta - s).to(self.gate_dtype)
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
 

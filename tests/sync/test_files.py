@@ -265,10 +265,8 @@ def test_whatever_happens_to_a_stream_each_version_has_its_own_files(
     state = {"w": np.zeros(3000, np.float32)}
     expected: dict[int, dict[str, bytes]] = {}
     publisher = Publisher(source, stream="policy", anchor_ratio=0.5)
-    relay, late = (
-        Relay(source, target, stream="policy", keep=6, threads=1),
-        Subscriber(source, stream="policy"),
-    )
+    relay = Relay(source, target, stream="policy", keep=6, threads=1)
+    late = Subscriber(source, stream="policy")
 
     def publish() -> None:
         choice = [

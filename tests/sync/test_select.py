@@ -204,15 +204,11 @@ def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
 
 def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
     """Computed here from the document, format.md 7."""
-    store, state = (
-        MemoryStore(),
-        staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)},
-    )
+    store = MemoryStore()
+    state = staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)}
     root = Publisher(store, stream="policy").publish(state).root
-    tensors, leaves = (
-        store.get(f"policy/digests/{root}.tensors"),
-        store.get(f"policy/digests/{root}.leaves"),
-    )
+    tensors = store.get(f"policy/digests/{root}.tensors")
+    leaves = store.get(f"policy/digests/{root}.leaves")
     assert sha256(b"pulse.state.1\0" + tensors).hexdigest() == root
     length = int.from_bytes(leaves[:8], "little")
     header = json.loads(leaves[8 : 8 + length])

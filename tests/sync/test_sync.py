@@ -210,11 +210,9 @@ def test_another_set_of_tensors_starts_anew_with_an_anchor(change: Any, rng: Rng
     states.append(change(states[-1], rng))
     states.append(mutated(rng, states[-1]))
     store = MemoryStore()
-    publisher, subscriber, live = (
-        Publisher(store, stream="policy"),
-        Subscriber(store, stream="policy"),
-        Live(),
-    )
+    publisher = Publisher(store, stream="policy")
+    subscriber = Subscriber(store, stream="policy")
+    live = Live()
     for version, state in enumerate(states):
         done = publisher.publish(state)
         update = subscriber.sync()

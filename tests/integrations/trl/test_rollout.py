@@ -167,10 +167,8 @@ def test_an_evaluation_outside_of_a_training_leaves_nothing_open(
 def test_at_the_end_an_error_is_said_and_nothing_is_lost(
     server: PretendedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, rollout = (
-        trainer(),
-        pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600),
-    )
+    made = trainer()
+    rollout = pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600)
     rollout(["a"], made)
     server.errors = [EngineUnavailable("gone")] * 9
     made.state.global_step = 1
