@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import (
-    Bits,
-    MemoryStore,
-    Publisher,
-    State,
-    Subscriber,
-    Update,
-    state_root,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, Update, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.frameworks.torch import apply_, to_torch
 from tests.support.interrupts import Boom, Steps

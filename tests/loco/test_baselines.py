@@ -54,11 +54,8 @@ def by_hand(trainer: Trainer) -> str:
             assert same(job.weights(), flat(loop.global_state()))
         assert last_round(loop).entries == last_round(loop).parameters
         assert last_round(loop).payload_bytes == 4 * last_round(loop).parameters
-        assert (
-            2 * 2 / 3 * 4 * last_round(loop).parameters
-            <= last_round(loop).sent_bytes
-            < 6 * last_round(loop).parameters
-        )
+        assert last_round(loop).sent_bytes >= 2 * 2 / 3 * 4 * last_round(loop).parameters
+        assert last_round(loop).sent_bytes < 6 * last_round(loop).parameters
         before = flat(loop.global_state())
         job.step(trainer.rank)
         job.backward(trainer.rank)

@@ -104,10 +104,8 @@ class CheckedTrainer:
         self.step()
         self.reference = self.after(number, ranks)
         self.reference.check(self.loop)
-        assert (last_round(self.loop).number, last_round(self.loop).trainers) == (
-            number + 1,
-            len(ranks),
-        )
+        assert last_round(self.loop).number == number + 1
+        assert last_round(self.loop).trainers == len(ranks)
         return last_round(self.loop).root
 
 

@@ -24,14 +24,7 @@ from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import Transfer
 from pulse_rl.loco.wire import Coder, Message
-from tests.support.loco_reference import (
-    Job,
-    all_same,
-    group_of,
-    outer_state,
-    pulse_loco,
-    same,
-)
+from tests.support.loco_reference import Job, all_same, group_of, outer_state, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 

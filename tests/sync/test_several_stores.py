@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    Store,
-    Subscriber,
-    Update,
-    state_root,
-)
+from pulse_rl import MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo

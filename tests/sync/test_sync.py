@@ -120,12 +120,10 @@ def test_what_published_tells(rng: Rng) -> None:
     assert first.ratio == 20_000 / first.anchor_bytes < 1, "its header is on top"
     assert f"{first.density:.1%} {first.ratio:.1f}" == "100.0% 1.0", "figures that print"
     assert first.anchored
-    assert (second.elements, second.dense_bytes, second.changed, second.density) == (
-        10_000,
-        20_000,
-        100,
-        0.01,
-    )
+    assert second.elements == 10_000
+    assert second.dense_bytes == 20_000
+    assert second.changed == 100
+    assert second.density == 0.01
     assert second.ratio == 20_000 / second.patch_bytes > 30
     assert not second.anchored
     stored = {n: store.head(n).nbytes for n in names(store, "policy/payloads")}
