@@ -48,10 +48,8 @@ def test_a_signed_stream_is_followed() -> None:
     follower = Subscriber(store, stream="golden", trusted_keys=[KEY], stream_id=STREAM_ID)
     for version, root in enumerate(roots):
         update = follower.sync(version)
-        assert (update.root, update.metadata) == (
-            root,
-            {"step": version, "reward": 0.5, "note": "é"},
-        )
+        assert update.root == root
+        assert update.metadata == {"step": version, "reward": 0.5, "note": "é"}
     late = Subscriber(store, stream="golden", trusted_keys=[KEY], stream_id=STREAM_ID)
     late.sync(0)
     (fold,) = [link for link in late.stream.links() if link.base is not None]

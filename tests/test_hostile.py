@@ -91,11 +91,9 @@ def through_sync(path: Path) -> None:
     try:
         worker.sync(target=newest)
     finally:
-        assert (worker.status, worker.version, worker.root) == (
-            "ready",
-            0,
-            state_root(pieces.base()),
-        )
+        assert worker.status == "ready"
+        assert worker.version == 0
+        assert worker.root == state_root(pieces.base())
 
 
 WAYS: dict[str, dict[str, Callable[[Path], object]]] = {

@@ -157,12 +157,10 @@ def test_each_dtype_is_counted_as_element_by_element(rng: Rng, dtype: str) -> No
     states = walk(rng, dtype, 17)
     found = studied(states, dtype)
     wanted = expected(states, dtype, 9)
-    assert (found["first"], found["steps"], found["coded_steps"], found["changed"]) == (
-        9,
-        8,
-        8,
-        wanted["changed"],
-    )
+    assert found["first"] == 9
+    assert found["steps"] == 8
+    assert found["coded_steps"] == 8
+    assert found["changed"] == wanted["changed"]
     assert shares(found) == pytest.approx(wanted["ages"])
     for name in ("position", "sign", "size"):
         bits = found[f"{name}_bits"], found[f"{name}_bits_with_history"]
@@ -185,12 +183,10 @@ def test_two_states_have_no_history_and_no_change_has_no_share(rng: Rng) -> None
     states = walk(rng, "BF16", 2)
     assert studied(states, "BF16") is None
     found = studied([states[0]] * 4, "BF16")
-    assert (found["steps"], found["changed"], found["not_yet"], found["within_8"]) == (
-        2,
-        0,
-        None,
-        None,
-    )
+    assert found["steps"] == 2
+    assert found["changed"] == 0
+    assert found["not_yet"] is None
+    assert found["within_8"] is None
     assert found["bytes_per_changed_history"] is None is found["entropy_bound"]
 
 
@@ -223,10 +219,8 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
         publisher = tuned(MemoryStore(), stream="run", history=codec == "history")
         done = [publisher.publish(State.of({"w": Bits(s.reshape(-1, 1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
-        nbytes, changed = (
-            sum(p.patch_bytes for p in published),
-            sum(p.changed or 0 for p in published),
-        )
+        nbytes = sum(p.patch_bytes for p in published)
+        changed = sum(p.changed or 0 for p in published)
         # Headers are compressed, with digests that differ.
         assert found[f"bytes_per_changed_{codec}"] * changed == pytest.approx(
             nbytes, abs=len(published)
@@ -315,12 +309,10 @@ def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
     counts = ClassCounts(DTYPES["BF16"])
     counts.add(np.array([0, 0x8000, 1, 0x80], np.uint16), np.array([1, 0x8000, 1, 0x80], np.uint16))
     (row,) = exponent_rows(counts, None)
-    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (
-        -126,
-        4,
-        1,
-        None,
-    )
+    assert row["exponent"] == -126
+    assert row["elements"] == 4
+    assert row["changed"] == 1
+    assert row["predicted_lr"] is None
     assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
 
 

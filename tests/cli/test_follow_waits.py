@@ -12,7 +12,7 @@ import pytest
 
 from pulse_rl import LocalStore, Publisher, errors
 from pulse_rl.errors import PulseError
-from tests.support.commands import Pulse
+from tests.support.commands import Pulse, at_waits
 from tests.support.states import Rng, history, roots
 
 
@@ -28,16 +28,7 @@ class Follow:
     def __call__(self, *steps: Callable[[], object]) -> list[str]:
         """At each wait a step is taken, after the last one a Ctrl-C. Returns the roots that were
         reached."""
-        left = iter(steps)
-
-        def sleep(seconds: float) -> None:
-            self.waits.append(seconds)
-            step = next(left, None)
-            if step is None:
-                raise KeyboardInterrupt
-            step()
-
-        self._patch.setattr("pulse_rl.cli.following.time.sleep", sleep)
+        self.waits = at_waits(self._patch, *steps)
         found = [json.loads(line)["root"] for line in self._run(status=130)]
         self.notes = self._pulse.err.splitlines()
         assert self.notes.pop() == "pulse: interrupted"

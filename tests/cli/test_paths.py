@@ -53,12 +53,10 @@ def steps(tmp_path: Path, rng: Rng) -> Path:
 def test_no_command_replaces_what_it_did_not_write(
     pulse: Pulse, tmp_path: Path, steps: Path, rng: Rng
 ) -> None:
-    old, new, patch, page = (
-        steps / "0.safetensors",
-        steps / "1.safetensors",
-        tmp_path / "p",
-        tmp_path / "page.html",
-    )
+    old = steps / "0.safetensors"
+    new = steps / "1.safetensors"
+    patch = tmp_path / "p"
+    page = tmp_path / "page.html"
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])
     study = tmp_path / "study.json"
     study.write_text(pulse("study", steps, "--k", "1", "--json"))

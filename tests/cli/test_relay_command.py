@@ -1,15 +1,18 @@
-"""`pulse relay`, and `pulse follow` with two stores."""
+"""`pulse relay`, `pulse serve`, and `pulse follow` with what they leave."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pulse_rl import LocalStore, Publisher, Subscriber
-from tests.support.commands import Pulse
+from tests.support.commands import Pulse, at_waits
 from tests.support.states import Rng, history, reach, roots
 
 
@@ -24,15 +27,7 @@ def test_it_copies_streams_and_goes_on(
     for publisher in (solver, verifier):
         publisher.publish(states[0])
     steps = [lambda: solver.publish(states[1]), lambda: far.rename(late), lambda: late.rename(far)]
-    waits: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) > len(steps):
-            raise KeyboardInterrupt
-        steps[len(waits) - 1]()
-
-    monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
+    at_waits(monkeypatch, *steps)
     command = (
         "relay",
         far,
@@ -104,3 +99,52 @@ def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
         kind="input",
         match="one store",
     )
+
+
+# -- pulse serve
+
+
+@pytest.mark.slow
+def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    states = history(rng, 2)
+    publisher = Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
+    publisher.publish(states[0])
+    command = [
+        str(Path(sys.executable).parent / "pulse"),
+        "serve",
+        tmp_path / "run",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            follow = ("follow", url, "--stream", "policy", "--out", tmp_path / "out", "--once")
+            for state, root in zip(states, roots(states), strict=True):
+                publisher.publish(state)
+                assert pulse.json(*follow)["root"] == root
+            pulse.refused(
+                "publish",
+                tmp_path / "out/model.safetensors",
+                url,
+                "--stream",
+                "new",
+                kind="store",
+                match="for readers",
+            )
+            server.send_signal(signal.SIGINT)
+            assert server.wait(20) == 130
+        finally:
+            server.kill()
+
+
+def test_refusals(pulse: Pulse, tmp_path: Path) -> None:
+    pulse.refused("serve", tmp_path / "nothing", kind="input", match="no folder")
+    pulse.refused(
+        "serve", tmp_path, "--bind", "", "--port", "0", kind="input", match="empty address"
+    )
+    for port in ("-1", "65536", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            pulse("serve", tmp_path, "--port", port)

@@ -18,7 +18,7 @@ from tests.support import history_oracle as oracle
 from tests.support import sparse_oracle
 from tests.support.arrays import both_ways
 from tests.support.block_codecs import HISTORY, history_encode
-from tests.support.gaps_oracle import Kind, row_ends
+from tests.support.gaps_oracle import Kind, row_ends, varint
 from tests.support.history_blocks import (
     NAMES,
     WINDOWS,
@@ -203,18 +203,15 @@ def test_any_head_and_any_changes_are_understood(
         words,
     )
     top = bytes([chosen.used | 128, chosen.first, chosen.count - 1])
-    payload = top + oracle.varint(len(mine.finish())) + mine.finish() + joined(parts)
-    modulus = 1 << 8 * kind.width
-    if not right or any(size >= modulus for size in sizes.values()):
+    payload = top + varint(len(mine.finish())) + mine.finish() + joined(parts)
+    if not right or any(size >= 1 << 8 * kind.width for size in sizes.values()):
         refused(payload, block)
         return
     new = list(old)
     for at, step in found.items():
-        new[at] = kind.unordered(
-            (kind.ordered(old[at]) + (-sizes[at] if step.down else sizes[at])) % modulus
-        )
+        new[at] = kind.stepped(old[at], -sizes[at] if step.down else sizes[at])
     for at, step in recall.found.items():
-        new[at] = kind.unordered((kind.ordered(old[at]) + step) % modulus)
+        new[at] = kind.stepped(old[at], step)
     states_and_new = block._replace(new=np.array(new, block.old.dtype))
     for _ in both_ways():
         check_decoded(payload, states_and_new)
@@ -326,7 +323,7 @@ def test_too_many_changes_are_refused() -> None:
     for count in (len(block.old) + 1, 1 << 34):
         with pytest.raises(CorruptPatch, match="number of changes"):
             HISTORY.decode(
-                memoryview(payload[:3] + oracle.varint(count) + payload[at:]),
+                memoryview(payload[:3] + varint(count) + payload[at:]),
                 block.old,
                 block.layout,
             )
@@ -427,11 +424,9 @@ def parsed(records: bytes) -> tuple[Steps, dict[int, int]]:
     """Steps and classes."""
     steps, classes, at = {}, {}, 0
     for k in range(0, len(records), 4):
-        gap, step, cls = (
-            int.from_bytes(records[k : k + 2], "little"),
-            records[k + 2],
-            records[k + 3],
-        )
+        gap = int.from_bytes(records[k : k + 2], "little")
+        step = records[k + 2]
+        cls = records[k + 3]
         at += gap
         if gap == 65535 and step == 0:
             assert cls == 0

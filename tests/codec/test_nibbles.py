@@ -79,10 +79,8 @@ def test_the_payload_is_that_of_the_codes(
 def test_it_is_chosen_where_codes_are_packed(rng: Rng) -> None:
     """And not for integers that are one number, of which low and high half change together."""
     old = rng.integers(0, 256, 20_000, np.uint8)
-    packed, whole = (
-        stepped(rng, old, 0.01, True),
-        np.where(rng.random(old.size) < 0.01, old + np.uint8(1), old),
-    )
+    packed = stepped(rng, old, 0.01, True)
+    whole = np.where(rng.random(old.size) < 0.01, old + np.uint8(1), old)
     layout = layout_of("U8", old, 100)
     made = codec.encode_block(old, packed, layout)
     assert made.codec_id == codec.NIBBLES

@@ -36,6 +36,7 @@ from tests.support.sparse_blocks import (
     weights,
 )
 from tests.support.sparse_payload import Parts, cut, joined
+from tests.support.states import present
 from tests.support.table_oracle import SCALE, varint
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U16", "I32", "I8"]
@@ -254,8 +255,7 @@ def test_any_head_and_any_changes_are_understood(
     else:
         new = old.tolist()
         for at, step in found.items():
-            size = -sizes[at] if step.down else sizes[at]
-            new[at] = kind.unordered((kind.ordered(new[at]) + size) % (1 << bits))
+            new[at] = kind.stepped(new[at], -sizes[at] if step.down else sizes[at])
         check_decoded(payload, old, np.array(new, old.dtype), layout)
 
 
@@ -289,8 +289,7 @@ def test_elements_that_change_while_they_are_read(
         layout = Layout.flat(DTYPES["BF16"], len(old))
         if remembered:
             at = np.arange(0, len(old), 40, np.uint32)
-            records = records_of(layout.dtype, at, old[at] ^ 1, old[at])
-            assert records is not None
+            records = present(records_of(layout.dtype, at, old[at] ^ 1, old[at]))
             layout = layout._replace(past=(records,))
         names = set()
         for k in range(600):
@@ -368,10 +367,7 @@ def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> 
     new, head = small(steps, seed=seed)
     parts = cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
     side = oracle.StateWriter()
-    ordered = [kind_of("BF16").ordered(x) for x in (*OLD.tolist(), *new.tolist())]
-    ups = [
-        (b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)
-    ]
+    ups = map(kind_of("BF16").step, OLD.tolist(), new.tolist())
     wanted = {at: up for at, up in enumerate(ups) if up}
     chances = oracle.Chances(head, OLD.tolist(), kind_of("BF16"), SMALL_RUNS)
     found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), wanted)

@@ -74,11 +74,9 @@ def test_the_sidecars_command_is_one_that_pulse_takes() -> None:
         words = [word.replace(f"$({name})", value) for word in words]
     assert words.pop(0) == "pulse"
     parsed = make_parser().parse_args(words)
-    assert (parsed.store, parsed.stream, parsed.engine) == (
-        ["s3://bucket/run"],
-        "policy",
-        "http://localhost:8000",
-    )
+    assert parsed.store == ["s3://bucket/run"]
+    assert parsed.stream == "policy"
+    assert parsed.engine == "http://localhost:8000"
     engine = container("Deployment", "vllm")
     assert parsed.cache in {
         mount["mountPath"] for mount in engine["volumeMounts"]

@@ -39,10 +39,8 @@ def test_an_inbox_keeps_what_was_taken_until_the_round_is_over_and_drops_what_is
     taken = [take(inbox), take(inbox), take(inbox)]
     assert [batch and batch.origin.worker for batch in taken] == ["worker-0", "worker-1", None]
     assert inbox.refused == {"unknown version": 1, "wrong root": 2}
-    assert (waiting(store, "trainer-1", "worker-0"), waiting(store, "trainer-1", "worker-1")) == (
-        1,
-        1,
-    )
+    assert waiting(store, "trainer-1", "worker-0") == 1
+    assert waiting(store, "trainer-1", "worker-1") == 1
     assert (
         take(Inbox(store, "trainer-1")) is not None
     )  # a trainer that was killed finds the round's batches again

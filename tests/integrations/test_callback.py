@@ -6,7 +6,6 @@ is counted.
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import nn
 from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.errors import InputError, PublisherConflict, StoreError, StoreUnavailable
 from pulse_rl.store import Data
+from tests.support.states import present
+from tests.support.stores import GatedStore
 
 pytestmark = pytest.mark.slow  # it imports transformers
 
@@ -73,47 +74,20 @@ def begun(store: Any, **settings: Any) -> Training:
     return training
 
 
-class Gate(MemoryStore):
-    """Payloads wait for it, and it can be away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.away = self.read_only = False
-        self.waiting = threading.Event()
-
-    def put(self, name: str, data: Data) -> None:
-        if not self.gate.is_set():
-            self.waiting.set()
-        if self.read_only:
-            raise StoreError("no permission to write")
-        assert self.gate.wait(20)
-        if self.away:
-            raise StoreUnavailable("away")
-        super().put(name, data)
-
-    def list(self, *args: Any, **settings: Any) -> Any:
-        if self.away:
-            raise StoreUnavailable("away")
-        return super().list(*args, **settings)
-
-
 def steps(store: MemoryStore) -> list[Any]:
     """The steps of all versions."""
     found: list[Any] = []
     with Subscriber(store, stream="policy") as last, Subscriber(store, stream="policy") as follower:
         last.sync()
         for version in range((last.version or 0) + 1):
-            update = follower.sync(version)
-            assert update is not None
+            update = present(follower.sync(version))
             update.acknowledge()
             found.append(update.metadata["step"])
     return found
 
 
 def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
-    store = Gate()
+    store = GatedStore()
     training = begun(store)
     store.gate.clear()
     training.step()
@@ -183,15 +157,17 @@ def test_a_state_that_cannot_be_published_is_refused_before_the_first_step() -> 
 
 
 def test_a_store_that_is_away_is_found_before_the_first_step() -> None:
-    store = Gate()
+    store = GatedStore()
     store.away = True
     with pytest.raises(StoreUnavailable):
         Training(store).begin()
 
 
-def test_a_store_that_cannot_be_written_is_found_before_the_first_step() -> None:
-    store = Gate()
-    store.read_only = True
+def test_a_store_that_cannot_be_written_is_found_before_the_first_step(store: MemoryStore) -> None:
+    def put(name: str, data: Data) -> None:
+        raise StoreError("no permission to write")
+
+    store.put = put  # type: ignore[method-assign]
     with pytest.raises(StoreError, match="permission"):
         Training(store).begin()
 
@@ -215,7 +191,7 @@ def test_any_error_at_the_end_is_kept_for_the_program(
 
 
 def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
-    store = Gate()
+    store = GatedStore()
     training = begun(store, replace=False)
     training.settle()
     store.away = True

@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import (
-    Bits,
-    MemoryStore,
-    Publisher,
-    State,
-    Subscriber,
-    Update,
-    state_root,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, Update, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.frameworks.torch import apply_, to_torch
 from tests.support.interrupts import Boom, Steps
@@ -191,11 +183,9 @@ def test_an_untied_copy_of_a_tied_tensor_is_written_too() -> None:
 
 def test_a_tie_that_is_cut_is_another_set_of_tensors(rng: Rng, store: MemoryStore) -> None:
     tied = weights(rng, 20, 4)
-    publisher, subscriber, live = (
-        Publisher(store, stream="policy"),
-        Subscriber(store, stream="policy"),
-        Live(),
-    )
+    publisher = Publisher(store, stream="policy")
+    subscriber = Subscriber(store, stream="policy")
+    live = Live()
     for head in (tied, Bits(tied.array.copy(), "BF16"), tied):
         done = publisher.publish({"embed": tied, "head": head})
         live.apply(subscriber.sync())

@@ -190,10 +190,8 @@ def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
     assert got.keys() == WEIGHTS.keys()
     assert list((tmp_path / "cache").rglob("*"))
 
-    stranger, other = (
-        engine(tmp_path / "s", master=True),
-        engine(tmp_path / "s", timeout_seconds=0.2, **keys),
-    )
+    stranger = engine(tmp_path / "s", master=True)
+    other = engine(tmp_path / "s", timeout_seconds=0.2, **keys)
     connect(stranger, other)
     asyncio.run(stranger.send_weights(iter(WEIGHTS.items())))
     with pytest.raises(pulse_rl.errors.EngineError, match="signed"):

@@ -19,12 +19,15 @@ SIZE = 3
 
 
 class Model(nn.Module):
-    """Linear, BatchNorm in eval(), a frozen Linear, and buffers of several kinds."""
+    """Linear, one that shares its bias, BatchNorm in eval(), a frozen Linear, and buffers of
+    several kinds."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__()
         self.inner, self.norm, self.head = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.tied = nn.Linear(5, 5, bias=False)
+        self.tied.bias = self.inner.bias
         self.register_buffer("table", torch.arange(40_000).float() / 3, persistent=False)
         self.register_buffer("steep", torch.tensor([1.0, float("inf"), 3.0], dtype=torch.bfloat16))
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -32,12 +35,14 @@ class Model(nn.Module):
         self.norm.eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.inner(x)))
+        return self.head(self.norm(self.tied(self.inner(x))))
 
 
 def make(kind: Any = PulseLoCo) -> tuple[Model, Any, Any]:
     model = Model()
-    optimizer = torch.optim.SGD([*model.inner.parameters(), *model.norm.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [*model.inner.parameters(), model.tied.weight, *model.norm.parameters()], lr=0.1
+    )
     return model, optimizer, made(kind, model, optimizer, sync_every=1, timeout_seconds=10)
 
 
@@ -63,6 +68,8 @@ def unchanged(trainer: Trainer) -> None:
         fresh = dict(Model().named_buffers())
         assert all(same(b, fresh[name]) for name, b in model.named_buffers())
         assert same(model.head.weight, Model().head.weight)
+        assert model.tied.bias is model.inner.bias
+        assert "tied.bias" not in loop.global_state()
 
 
 def refused_everywhere(

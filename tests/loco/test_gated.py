@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage, NonFinite
-from pulse_rl.loco import PulseLoCo
 from tests.support.group_members import SIZE, Member, members
-from tests.support.loco_reference import Flat, flat, same
+from tests.support.loco_reference import all_same, flat, last_round, outer_state, same
+from tests.support.states import present
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 ROUNDS = 4
@@ -72,11 +72,6 @@ def test_sums_are_gated_by_themselves_where_they_are_many(
 # -- what must not spread
 
 
-def held(loop: PulseLoCo) -> list[Flat]:
-    state = loop.state_dict()
-    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
-
-
 def spoil(member: Member, change: Callable[[list[bytes]], list[bytes]]) -> None:
     """Once, what this member sends to owners of shares is another thing."""
     exchange, calls = member.group, itertools.count(1)
@@ -116,18 +111,16 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
 
     def work(member: Member) -> None:
         member.round()
-        before, reference = held(member.loop), member.reference.residual
+        before, reference = outer_state(member.loop), member.reference.residual
         if member.rank == 0:
             spoil(member, change)
         with pytest.raises(CorruptMessage, match=words):
             member.step()
-        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+        assert all_same(before, outer_state(member.loop))
         residual = member.loop.reduction.residual
-        assert (member.loop.round, residual.pending_message, residual.apply_withheld) == (
-            1,
-            None,
-            None,
-        )
+        assert member.loop.round == 1
+        assert residual.pending_message is None
+        assert residual.apply_withheld is None
         member.loop.rewind()
         member.reference.residual = reference
         for _ in range(2):
@@ -139,7 +132,7 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
 def test_what_is_damaged_on_the_way_to_one_is_refused_by_all() -> None:
     def work(member: Member) -> None:
         member.round()
-        before, calls, exchange = held(member.loop), itertools.count(1), member.group
+        before, calls, exchange = outer_state(member.loop), itertools.count(1), member.group
         receive = exchange._all_to_all_arrays
 
         def damaged(pieces: Any, lengths: Any) -> Any:
@@ -155,7 +148,7 @@ def test_what_is_damaged_on_the_way_to_one_is_refused_by_all() -> None:
             exchange._all_to_all_arrays = damaged
         with pytest.raises(CorruptMessage, match=r"\[3\]"):
             member.step()
-        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+        assert all_same(before, outer_state(member.loop))
 
     members(4, work, forced=True)
 
@@ -163,13 +156,13 @@ def test_what_is_damaged_on_the_way_to_one_is_refused_by_all() -> None:
 def test_who_is_not_finite_is_named_by_all() -> None:
     def work(member: Member) -> None:
         member.round()
-        before, reference = held(member.loop), member.reference.residual
+        before, reference = outer_state(member.loop), member.reference.residual
         member.weight.grad = torch.zeros(SIZE)
         if member.rank == 3:
             member.weight.grad[11] = torch.nan
         with pytest.raises(NonFinite, match="trainer 3: the pseudo-gradient of 'w' is not finite"):
             member.optimizer.step()
-        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+        assert all_same(before, outer_state(member.loop))
         member.loop.rewind()
         member.reference.residual = reference
         member.round()
@@ -188,8 +181,7 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         if member.rank == 0:  # many pass the trainer's gate, few the gate of its sums
             member.weight.grad[100:] = 0.003 * member.weight.detach()[100:]
         member.optimizer.step()
-        done = member.loop.last_round
-        assert done is not None
+        done = present(member.loop.last_round)
         assert not done.scattered
         assert done.summed > 1000
         member.reference.gate_sums = False
@@ -198,5 +190,6 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         assert same(flat(member.loop.residual()), member.reference.residual)
         member.reference.gate_sums = gated
         member.round()
+        assert last_round(member.loop).scattered
 
     members(4, work, forced=True, **({} if gated else ALL_SUMS))

@@ -26,6 +26,7 @@ from pulse_rl.loco.wire import Entries
 from tests.support.arrays import Array, floats, misaligned
 from tests.support.entries_oracle import Rounding, class_of
 from tests.support.loco_reference import bits
+from tests.support.states import present
 
 DTYPES = list(ROUNDINGS)
 LIMIT = 2.0**64
@@ -97,8 +98,7 @@ def test_float8_e4m3fn_saturates() -> None:
     it."""
     theta = np.float32([448, 448, -448, 460, 460, 416])
     target = np.float32([460, 1e9, -1e18, 470, 400, 1e9])
-    found = gated(theta, theta - target, torch.float8_e4m3fn)
-    assert found is not None
+    found = present(gated(theta, theta - target, torch.float8_e4m3fn))
     assert found.tolist() == [4, 5]
 
 
@@ -119,22 +119,15 @@ def test_s_is_what_the_steps_left_and_the_residual(
             start = torch.from_numpy(start).bfloat16().float().numpy()
         expected = (start - now) + residual
         out = np.empty_like(theta)
-        found = gate(
-            theta,
-            now,
-            residual,
-            float(np.float32(lookahead)),
-            bf16_start,
-            out,
-            rounding_of(dtype),
-            100,
-        )
+        rounding, ahead = rounding_of(dtype), float(np.float32(lookahead))
+        found = gate(theta, now, residual, ahead, bf16_start, out, rounding, 100)
         np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
         assert found is not None
         if dtype != torch.float8_e4m3fn:  # which torch may not saturate
             np.testing.assert_array_equal(found - 100, opened(theta, expected, dtype))
-        kept = {"lookahead": float(np.float32(lookahead)), "bf16_start": bf16_start}
-        again = open_entries(theta, now, residual, out, rounding_of(dtype), **kept)  # type: ignore[arg-type]
+        again = open_entries(
+            theta, now, residual, out, rounding, lookahead=ahead, bf16_start=bf16_start
+        )
         np.testing.assert_array_equal(found - 100, again)
         # As after some steps: close to the start, and a residual that is a fraction of theta.
         residual = (theta * rng.normal(0, 2**-11, count)).astype(np.float32)
@@ -283,19 +276,9 @@ def test_the_sparse_step_is_the_dense_one(
         how = (float(max(len(summands), 1)), 0.7, 0.9)
         with np.errstate(over="ignore", invalid="ignore"):
             step_densely(dense, lookahead, first, summands, how, offset)
-        place, classes = (offset, 256, sparse.counts), np.empty(count, np.uint8)
-        sparse_outer_step(
-            *sparse[:3],
-            lookahead,
-            sparse.start,
-            first,
-            summands,
-            *how,
-            *place,
-            BF16,
-            OCTAVES,
-            classes,
-        )
+        classes = np.empty(count, np.uint8)
+        where = offset, 256, sparse.counts, BF16, OCTAVES, classes
+        sparse_outer_step(*sparse[:3], lookahead, sparse.start, first, summands, *how, *where)
         sparse.same(dense)
         few = slice(None, None, 1 + count // 500)
         bits = (array[few].view(np.uint32).tolist() for array in (dense.theta, dense.momentum))
@@ -397,30 +380,11 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
     good, at, counts = np.zeros(4, np.float32), np.uint32([0, 1, 2, 3]), np.zeros(1, np.int64)
     payload = np.frombuffer(encode_entries(good, good, BF16, at, good, 23), np.uint8)
 
-    def sparse(
-        theta: Array,
-        momentum: Array,
-        residual: Array,
-        start: Array,
-        positions: Array,
-        values: Array,
-    ) -> None:
-        summands = [(positions, values)]
+    def sparse(*arrays: Array) -> None:
+        theta, momentum, residual, start, *summand = arrays
+        where = 0, 256, counts, *CLASSIFIED
         sparse_outer_step(
-            theta,
-            momentum,
-            residual,
-            1.0,
-            start,
-            0,
-            summands,
-            1,
-            0.7,
-            0.9,
-            0,
-            256,
-            counts,
-            *CLASSIFIED,
+            theta, momentum, residual, 1.0, start, 0, [tuple(summand)], 1, 0.7, 0.9, *where
         )
 
     calls: list[tuple[Callable[..., Any], list[Array]]] = [

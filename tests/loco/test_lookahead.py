@@ -4,7 +4,6 @@ test_trainers."""
 from __future__ import annotations
 
 import copy
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -219,17 +218,3 @@ def test_a_round_that_was_begun_with_another_lookahead_is_ended_with_it() -> Non
             assert same(flat(resumed.global_state()), theta)
     with pytest.raises(StateMismatch, match="lookahead"):
         loop.load_state_dict({**saved[1], "started_with": "7"})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lookahead": -1.0},
-        {"lookahead": math.nan},
-        {"lookahead": "much"},
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(settings))):
-        made(**settings)

@@ -22,6 +22,7 @@ from tests.support.loco_reference import (
     flat,
     force_gated,
     group_of,
+    last_round,
     pulse_loco,
     same,
 )
@@ -103,12 +104,9 @@ class CheckedTrainer:
         self.step()
         self.reference = self.after(number, ranks)
         self.reference.check(self.loop)
-        assert self.loop.last_round is not None
-        assert (self.loop.last_round.number, self.loop.last_round.trainers) == (
-            number + 1,
-            len(ranks),
-        )
-        return self.loop.last_round.root
+        assert last_round(self.loop).number == number + 1
+        assert last_round(self.loop).trainers == len(ranks)
+        return last_round(self.loop).root
 
 
 def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.loco import DiLoCo, PulseLoCo
-from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, flat, last_round, pulse_loco, same
 
 
 def halves(job: Job, kind: Any = torch.optim.SGD, **settings: Any) -> tuple[Any, Any]:
@@ -64,8 +64,7 @@ def test_muon_beside_adamw_equals_the_dense_algorithm() -> None:
             step(job, muon, adamw)
             reference.outer_step([sent[-1]])
             reference.check(loop)
-    assert loop.last_round is not None
-    assert loop.last_round.entries > 0
+    assert last_round(loop).entries > 0
 
 
 @pytest.mark.parametrize("skipped", [0, 1])

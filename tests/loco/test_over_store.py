@@ -27,8 +27,9 @@ from pulse_rl.loco import Exchange, Round, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
-from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.loco_reference import Job, Reference, flat, last_round, same
 from tests.support.posts import digest_of
+from tests.support.states import present
 from tests.support.stores import FaultyStore
 
 #: For what comes; nothing waits for it to pass.
@@ -80,8 +81,7 @@ class Member:
         for _ in range(2):
             self.job.step(ord(self.name[0]))
         self.log.append((before, self.loop.round, self.now))
-        assert self.loop.last_round is not None
-        return self.loop.last_round.root
+        return last_round(self.loop).root
 
     def held(self) -> tuple[torch.Tensor, ...]:
         """Theta, residual and the next start."""
@@ -181,8 +181,7 @@ def test_all_hold_the_same_theta_after_each_round(wire: WireName, sweep: int | N
     assert closes(store) == [["a", "b", "c"]] * 4
     check(members, store)
     for member in members:
-        done = member.loop.last_round
-        assert done is not None
+        done = present(member.loop.last_round)
         assert (done.number, done.trainers, done.scattered) == (4, 3, False)
         assert 0 < done.payload_bytes <= done.sent_bytes
 
@@ -237,7 +236,6 @@ def test_a_round_is_exchanged_behind_the_steps_of_the_next_one(told: bool) -> No
         ):
             assert same(mine, expected)
         assert [each.number for each in rounds[member.name]] == ([1, 2, 3, 4] if told else [])
-        assert member.loop.last_round is not None
         assert same(member.final[2], reference.theta.data)
 
 
@@ -591,9 +589,8 @@ def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
                 for _ in range(rounds):
                     weight.grad = torch.randn(20_000, generator=random)
                     optimizer.step()
-                    assert loop.last_round is not None
-                    assert loop.last_round.trainers == trainers
-                    reported += loop.last_round.sent_bytes
+                    assert last_round(loop).trainers == trainers
+                    reported += last_round(loop).sent_bytes
             assert reported == line.sent
             pieces = sum(call == "put" and "pieces" in of for call, of in line.calls)
             looks = sum(call == "list" and "posts/" in of for call, of in line.calls)

@@ -352,10 +352,8 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
         loop.rejoin()
         found.append((loop.round, loop.inner_step, weights(model)))
         step(model, optimizer, 0, 2)
-        state, there = (
-            loop.state_dict(),
-            {name: t.clone() for name, t in model.state_dict().items()},
-        )
+        state = loop.state_dict()
+        there = {name: t.clone() for name, t in model.state_dict().items()}
     # 2. Left in mid-round: all tensors keep their local steps, sharded or not.
     found.append(weights(model))
     model, optimizer, loop = made()

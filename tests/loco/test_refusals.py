@@ -24,17 +24,8 @@ from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import Transfer
 from pulse_rl.loco.wire import Coder, Message
-from tests.support.loco_reference import Job, flat, group_of, pulse_loco, same
+from tests.support.loco_reference import Job, all_same, group_of, outer_state, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
-
-
-def held(loop: PulseLoCo) -> list[torch.Tensor]:
-    state = loop.state_dict()
-    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
-
-
-def kept(loop: PulseLoCo, before: list[torch.Tensor]) -> bool:
-    return all(same(a, b) for a, b in zip(held(loop), before, strict=True))
 
 
 def other_settings(trainer: Trainer) -> None:
@@ -67,20 +58,20 @@ def not_finite(trainer: Trainer) -> None:
         for _ in range(2):
             job.step(trainer.rank)
         for value in (float("nan"), float("-inf")):
-            before = held(loop)
+            before = outer_state(loop)
             job.step(trainer.rank)
             job.backward(trainer.rank)
             if trainer.rank == 2:
                 job.model[2].bias.data[5] = value
             with pytest.raises(NonFinite, match=r"trainer 2.*2\.bias"):
                 job.optimizer.step()
-            assert kept(loop, before)
+            assert all_same(outer_state(loop), before)
             assert (loop.round, loop.inner_step) == (1, 2)
             loop.rewind()
             with loop.global_weights():
                 assert same(job.weights(), before[0])
             assert loop.inner_step == 0
-            assert kept(loop, before)
+            assert all_same(outer_state(loop), before)
             # Adam keeps the NaN that it has seen.
             job.optimizer.state.clear()
         for _ in range(2):
@@ -96,12 +87,12 @@ def overflowing(trainer: Trainer) -> None:
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with pulse_loco(model, optimizer, sync_every=1, wire=wire, timeout_seconds=10) as loop:
-            before = held(loop)
+            before = outer_state(loop)
             for p in model.parameters():
                 p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == "FP32" else 0.1)
             with pytest.raises(NonFinite):
                 optimizer.step()
-            assert kept(loop, before)
+            assert all_same(outer_state(loop), before)
 
 
 def differing(
@@ -129,10 +120,10 @@ def two_states(trainer: Trainer) -> None:
             job.step(trainer.rank)
             if trainer.rank == 1:
                 flip(loop).view(np.uint32)[47] ^= 1
-            before = held(loop)
+            before = outer_state(loop)
             with pytest.raises(Diverged, match=r"trainers \[1\]"):
                 loop.rejoin()
-            assert kept(loop, before)
+            assert all_same(outer_state(loop), before)
 
 
 def damaged(
@@ -144,7 +135,7 @@ def damaged(
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire="int4") as loop:
         for _ in range(2):
             job.step(trainer.rank)
-        before = held(loop)
+        before = outer_state(loop)
         with pytest.MonkeyPatch.context() as patch:
             if trainer.rank == 0:
                 encode = Coder.encode
@@ -158,7 +149,7 @@ def damaged(
             job.step(trainer.rank)
             with pytest.raises(CorruptMessage, match="could not read"):
                 job.step(trainer.rank)
-        assert kept(loop, before)
+        assert all_same(outer_state(loop), before)
         assert loop.round == 1
 
 
@@ -247,13 +238,13 @@ def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> No
         exchange = group_of(loop)
         for _ in range(2):
             job.step(trainer.rank)
-        before = held(loop)
+        before = outer_state(loop)
         if trainer.rank == 1:
             flip_on_the_way(exchange, 100, collective)
         job.step(trainer.rank)
         with pytest.raises(CorruptMessage, match=r"\[1\]"):
             job.step(trainer.rank)
-        assert kept(loop, before)
+        assert all_same(outer_state(loop), before)
         job.step(trainer.rank)
         assert loop.round == 2
 
@@ -264,14 +255,14 @@ def unknown_answer(trainer: Trainer, answer: bytes) -> None:
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
         for _ in range(2):
             job.step(trainer.rank)
-        before = held(loop)
+        before = outer_state(loop)
         with pytest.MonkeyPatch.context() as patch:
             if trainer.rank == 0:
                 patch.setattr(Transfer, "_answer", lambda *_: answer)
             job.step(trainer.rank)
             with pytest.raises(CorruptMessage, match="no known form"):
                 job.step(trainer.rank)
-        assert kept(loop, before)
+        assert all_same(outer_state(loop), before)
         assert loop.reduction.residual.pending_message is None, "nobody has counted it"
         job.step(trainer.rank)
         assert loop.round == 2

@@ -13,7 +13,7 @@ import torch
 
 from pulse_rl.errors import NonFinite, StateMismatch
 from pulse_rl.loco import PulseLoCo, gate, outer, parameters, wire
-from tests.support.loco_reference import Job, flat, pulse_loco, same
+from tests.support.loco_reference import Job, all_same, last_round, outer_state, pulse_loco, same
 
 
 def run(job: Job, loop: PulseLoCo, steps: int) -> None:
@@ -23,13 +23,8 @@ def run(job: Job, loop: PulseLoCo, steps: int) -> None:
 
 
 def whole(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
-    state = loop.state_dict()
     moments = [s["exp_avg_sq"].float().reshape(-1) for s in job.optimizer.state.values()]
-    return [
-        job.weights(),
-        torch.cat(moments),
-        *(flat(state[k]) for k in ("theta", "momentum", "residual")),
-    ]
+    return [job.weights(), torch.cat(moments), *outer_state(loop)]
 
 
 @pytest.mark.parametrize("lookahead", [0.0, 7.0])
@@ -55,10 +50,8 @@ def test_resume_is_exact_at_a_boundary_and_in_mid_round(
     resumed.load_state_dict(saved[1])
     assert (resumed.round, resumed.inner_step) == divmod(stop, 3)
     run(again, resumed, 11 - stop)
-    assert all(same(a, b) for a, b in zip(whole(job, loop), whole(again, resumed), strict=True))
-    assert loop.last_round is not None
-    assert resumed.last_round is not None
-    assert loop.last_round.root == resumed.last_round.root
+    assert all_same(whole(job, loop), whole(again, resumed))
+    assert last_round(loop).root == last_round(resumed).root
 
 
 def test_at_a_boundary_the_model_needs_no_checkpoint() -> None:
@@ -101,7 +94,7 @@ def test_another_state_is_refused_and_nothing_has_changed(
     spoil(state)
     with pytest.raises((StateMismatch, NonFinite)):
         loop.load_state_dict(state)
-    assert all(same(a, b) for a, b in zip(before, whole(job, loop), strict=True))
+    assert all_same(before, whole(job, loop))
     assert (loop.round, loop.inner_step) == (1, 1)
 
 
@@ -122,7 +115,7 @@ def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(
     loop = pulse_loco(job.model, job.optimizer, sync_every=1, threads=2)
     with loop:
         for number in range(3):
-            states[number] = [flat(loop.state_dict()[k]) for k in ("theta", "momentum", "residual")]
+            states[number] = outer_state(loop)
             job.step(0)
     job = Job()
     loop = pulse_loco(job.model, job.optimizer, sync_every=1, threads=2)
@@ -147,5 +140,5 @@ def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(
             pass
         else:
             assert name == "decode_entries", "alone, nothing is decoded"
-        found = [flat(loop.state_dict()[k]) for k in ("theta", "momentum", "residual")]
-        assert all(same(a, b) for a, b in zip(found, states[loop.round], strict=True))
+        found = outer_state(loop)
+        assert all_same(found, states[loop.round])

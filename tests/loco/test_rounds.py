@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from pulse_rl.errors import InputError, NonFinite
 from pulse_rl.loco import Round
-from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, flat, last_round, pulse_loco, same
 
 
 def sgd(
@@ -52,10 +53,9 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
             assert same(
                 s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))
             ), "s is not whole"
-            assert loop.last_round is not None
-            assert (loop.last_round.number, loop.last_round.trainers) == (number + 1, 1)
-            assert loop.last_round.sent_bytes == 0
-            assert 0 < loop.last_round.entries < loop.last_round.parameters
+            assert (last_round(loop).number, last_round(loop).trainers) == (number + 1, 1)
+            assert last_round(loop).sent_bytes == 0
+            assert 0 < last_round(loop).entries < last_round(loop).parameters
 
 
 def test_small_steps_add_up_until_the_gate_opens() -> None:
@@ -88,8 +88,7 @@ def test_the_cast_of_theta_is_no_pseudo_gradient() -> None:
         assert not same(theta, theta.bfloat16().float())
         for _ in range(3):
             move(parameters, optimizer, 0, 0)
-            assert loop.last_round is not None
-            assert loop.last_round.entries == 0
+            assert last_round(loop).entries == 0
             assert same(loop.global_state()["w"], theta)
             assert not loop.residual()["w"].any()
 
@@ -138,54 +137,42 @@ def test_masters_are_given_by_name() -> None:
         assert same(masters["bias"], loop.global_state()["bias"])
 
 
+WRONG: list[dict[str, Any]] = [
+    {"sync_every": 0},
+    {"outer_lr": 0},
+    {"outer_lr": math.nan},
+    {"outer_momentum": 1},
+    {"gate_dtype": torch.int8},
+    {"wire": "int8"},
+    {"timeout_seconds": 0},
+    {"timeout_seconds": -1},
+    {"lookahead": -1.0},
+    {"lookahead": math.nan},
+    {"lookahead": "much"},
+]
+
+
+@pytest.mark.parametrize("settings", WRONG, ids=str)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    job = Job()
+    with pytest.raises(InputError, match=next(iter(settings))):
+        pulse_loco(job.model, job.optimizer, **({"sync_every": 1} | settings))
+
+
 @pytest.mark.parametrize(
-    ("make", "match"),
+    ("model", "trained", "match"),
     [
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=0), "sync_every"),
-        (
-            lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=0),
-            "outer_lr",
-        ),
-        (
-            lambda m: pulse_loco(
-                m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=float("nan")
-            ),
-            "outer_lr",
-        ),
-        (
-            lambda m: pulse_loco(
-                m, torch.optim.SGD(m.parameters()), sync_every=1, outer_momentum=1
-            ),
-            "outer_momentum",
-        ),
-        (
-            lambda m: pulse_loco(
-                m, torch.optim.SGD(m.parameters()), sync_every=1, gate_dtype=torch.int8
-            ),
-            "gate_dtype",
-        ),
-        (
-            lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, wire="int8"),
-            "wire",
-        ),
-        (lambda m: pulse_loco(m.half(), torch.optim.SGD(m.parameters()), sync_every=1), "float16"),
-        (lambda m: pulse_loco({}, torch.optim.SGD(m.parameters()), sync_every=1), "not parameters"),
-        (
-            lambda m: pulse_loco(m, torch.optim.SGD([nn.Parameter(torch.ones(1))]), sync_every=1),
-            "not parameters",
-        ),
+        (lambda m: m.half(), lambda m: m.parameters(), "float16"),
+        (lambda m: {}, lambda m: m.parameters(), "not parameters"),
+        (lambda m: m, lambda m: [nn.Parameter(torch.ones(1))], "not parameters"),
     ],
 )
-def test_what_cannot_be_used_is_refused(make: Callable[[nn.Module], Any], match: str) -> None:
+def test_what_cannot_be_used_is_refused(
+    model: Callable[[Any], Any], trained: Callable[[Any], Any], match: str
+) -> None:
+    given = nn.Linear(2, 2)
     with pytest.raises(InputError, match=match):
-        make(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("seconds", [0, -1])
-def test_a_timeout_is_positive(seconds: float) -> None:
-    job = Job()
-    with pytest.raises(InputError, match="timeout_seconds"):
-        pulse_loco(job.model, job.optimizer, sync_every=1, timeout_seconds=seconds)
+        pulse_loco(model(given), torch.optim.SGD(trained(given)), sync_every=1)
 
 
 def test_several_trainers_need_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,21 +183,6 @@ def test_several_trainers_need_torch_distributed(monkeypatch: pytest.MonkeyPatch
         pulse_loco(job.model, job.optimizer, sync_every=1),
     ):
         pass
-
-
-def test_a_tensor_in_several_blocks(request: pytest.FixtureRequest) -> None:
-    """The cut changes bytes, never theta."""
-    roots = []
-    for cut in (False, True):
-        if cut:
-            request.getfixturevalue("small_blocks")
-        job = Job()
-        with pulse_loco(job.model, job.optimizer, sync_every=1) as loop:
-            for _ in range(3):
-                job.step(0)
-        assert loop.last_round is not None
-        roots.append(loop.last_round.root)
-    assert roots[0] == roots[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

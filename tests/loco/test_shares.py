@@ -29,7 +29,7 @@ from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
 from pulse_rl.stream.signing import trusted_by
-from tests.support.loco_reference import flat, force_gated, same
+from tests.support.loco_reference import flat, force_gated, last_round, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
 from tests.support.stores import FaultyStore
 
@@ -82,8 +82,7 @@ def test_owners_sum_their_shares(wire: WireName, sweep: int | None, store: Memor
         together(a, b, c, rounds=4)
         assert closes(store) == [["a", "b", "c"]] * 4
         assert ["".join(makers(store, number)) for number in range(4)] == ["", "bca", "cab", "abc"]
-        assert a.loop.last_round is not None
-        assert a.loop.last_round.scattered
+        assert last_round(a.loop).scattered
         end(store, a, b, c)
 
 
@@ -180,12 +179,11 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing(store: MemoryStore
     a, b = gated(store, "a"), gated(Damaging(store), "b")
     with a.loop, b.loop:
         together(a, b, rounds=4)
-        assert b.loop.last_round is not None
-        assert b.loop.last_round.excluded_reason == (
+        assert last_round(b.loop).excluded_reason == (
             "round 4: a part of this trainer's message was refused: part 1 is damaged in the store"
         )
         together(a, b)
-        assert b.loop.last_round.excluded_reason == ""
+        assert last_round(b.loop).excluded_reason == ""
         left_out = [
             [dict(each["left_out"]) for each in sums_of(store, number)] for number in range(5)
         ]
@@ -204,10 +202,8 @@ def test_who_closes_reads_heads_alone(overlap: int, store: MemoryStore, line: Fa
         return data
 
     line.damage = arrives
-    a, b = (
-        gated(store, "a", overlap=overlap),
-        gated(line, "b", overlap=overlap, quorum=3),
-    )
+    a = gated(store, "a", overlap=overlap)
+    b = gated(line, "b", overlap=overlap, quorum=3)
     with a.loop, b.loop:
         at_once(*(lambda m=m: [m.job.step(ord(m.name)) for _ in range(8)] for m in (a, b)))
     for number in range(1, 4):

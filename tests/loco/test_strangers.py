@@ -19,7 +19,7 @@ from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
 from pulse_rl.loco import StoreExchange
 from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Refused, Upload
 from pulse_rl.loco.store_rounds import StoreRounds
-from tests.support.loco_reference import Job, flat, same
+from tests.support.loco_reference import Job, flat, last_round, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
 
 MEMBERS = [Signer.generate() for _ in range(2)]
@@ -55,8 +55,7 @@ class Member:
         self.job.step(seed)
         if (under_way := self.meeting._under_way) is not None:
             under_way.wait()  # it was late, and does not wait by itself
-        assert self.loop.last_round is not None
-        return self.loop.last_round.excluded_reason
+        return last_round(self.loop).excluded_reason
 
 
 def members(store: Store, **settings: Any) -> list[Member]:
@@ -106,7 +105,7 @@ def test_posts_of_strangers_are_refused_and_say_why() -> None:
         a.round()
         (mine,) = [info for info in store.list("loco/posts") if KEYS[0] in info.name]
         old = store.get(mine.name)
-        root = bytes.fromhex(a.loop.last_round.root)  # type: ignore[union-attr]
+        root = bytes.fromhex(last_round(a.loop).root)  # type: ignore[union-attr]
         digests = {
             put(store, 1, KEYS[1], old): "another theta",
             put(store, 1, KEYS[1], old[:4] + root + old[36:]): "invalid signature",

@@ -32,8 +32,7 @@ def stream_with_anchors(
     publisher = FoldingPublisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
     roots = []
     for _ in range(versions):
-        trainer.step()
-        roots.append(publisher.publish(trainer.state).root)
+        roots.append(trainer.publish(publisher).root)
     publisher.wait()
     return publisher, trainer, roots
 
@@ -54,9 +53,7 @@ def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged(
     """What gc took leaves a hole below the head, which the next publisher cannot read."""
     store, trainer = FaultyStore(MemoryStore()), TinyTrainer()
     publisher = Publisher(store, stream="s", anchor_ratio=0.0, threads=1)
-    for _ in range(10):
-        trainer.step()
-        publisher.publish(trainer.state)
+    trainer.publish(publisher, 10)
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync()
     store.fail_on("delete", "versions", after=True)
@@ -68,8 +65,7 @@ def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged(
     store.put("s/versions/000000000009.json", b"{")
     again = Publisher(store, stream="s", threads=1)
     for version in (10, 11):
-        trainer.step()
-        assert again.publish(trainer.state).version == version
+        assert trainer.publish(again).version == version
         reach(reader, state_root(trainer.state))
 
 
@@ -95,9 +91,7 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
     store = LyingStore(MemoryStore())
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
-    for _ in range(30):
-        trainer.step()
-        publisher.publish(trainer.state)
+    trainer.publish(publisher, 30)
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=1)
     store.tell("get", collect)
@@ -123,8 +117,7 @@ def test_a_clock_that_goes_backwards_loses_nothing(
     publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
     for _ in range(20):
         now -= 1000
-        trainer.step()
-        publisher.publish(trainer.state)
+        trainer.publish(publisher)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"on its way")
     now = 9e9
     gc_stream(store, "s", keep=2)
@@ -136,9 +129,7 @@ def test_a_clock_that_goes_backwards_loses_nothing(
 def test_a_publisher_keeps_what_it_is_told_to() -> None:
     store, trainer = MemoryStore(), TinyTrainer()
     with Publisher(store, stream="s", anchor_ratio=0.02, keep=5) as publisher:
-        for _ in range(30):
-            trainer.step()
-            root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher, 30).root
     left = [int(name[-17:-5]) for name in names(store, "s/versions")]
     assert left == list(range(left[0], 30))
     assert 0 < left[0] <= 25
@@ -146,8 +137,7 @@ def test_a_publisher_keeps_what_it_is_told_to() -> None:
     newcomer.sync(25)
     reach(newcomer, root)
     with Publisher(store, stream="s", anchor_ratio=0.02, keep=1) as again:
-        trainer.step()
-        again.publish(trainer.state, anchor=True)
+        trainer.publish(again, anchor=True)
     assert names(store, "s/versions") == [f"s/versions/{30:012d}.json"], (
         "a restarted one begins with what was left"
     )
@@ -161,9 +151,8 @@ def test_what_cannot_be_deleted_is_said_and_the_version_is_there() -> None:
         store, stream="s", anchor_ratio=0.0, keep=1, on_event=events.append
     ) as publisher:
         for _ in range(3):
-            trainer.step()
             store.fail_on("delete", "links")
-            publisher.publish(trainer.state)
+            trainer.publish(publisher)
     failed = [event for event in events if isinstance(event, CallFailed)]
     assert failed
     assert {(event.call, event.kind) for event in failed} == {("gc", "store_unavailable")}

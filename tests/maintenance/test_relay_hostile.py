@@ -13,7 +13,7 @@ from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, publish_each, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, reach, roots
 from tests.support.stores import names
 
 KEY = Signer(bytes(range(32)))
@@ -50,8 +50,7 @@ def relayed_once() -> tuple[MemoryStore, MemoryStore, str]:
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
     for version in range(18):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
+        root = trainer.publish(publisher).root
         if version == 0:
             Relay(source, target, stream="s", threads=1).sync()
     return source, target, root
@@ -104,8 +103,7 @@ def test_a_stream_that_is_recreated(rng: Rng, source: MemoryStore) -> None:
     assert newest_root(target) == roots(states)[3]
     done = Relay(source, target, stream="policy", allow_recreated=True, threads=1).sync()
     assert (done.version, newest_root(target)) == (0, root)
-    reader.sync()
-    assert (reader.version, reader.root) == (0, root)
+    reach(reader, root, 0)
     assert names(target, "policy/payloads") == names(source, "policy/payloads")
 
 

@@ -172,11 +172,8 @@ def test_the_blocks_of_parts_tile_the_state_and_stay_within_its_groups(
 
 def test_slices_are_whole_tensors_where_they_can_be() -> None:
     specs = specs_of([("BF16", 5), ("BF16", 0), ("F32", 7)])
-    assert (
-        all_of(specs)
-        == ((0, 12),)
-        == slices_of(specs, [Segment(spec, 0, spec.elements) for spec in specs])
-    )
+    assert all_of(specs) == ((0, 12),)
+    assert slices_of(specs, [Segment(spec, 0, spec.elements) for spec in specs]) == ((0, 12),)
     assert slices_of(specs, [Segment(specs[0], 1, 2), Segment(specs[2], 0, 3)]) == ((1, 2), (5, 8))
     assert all_of(specs[1:2]) == ()
 

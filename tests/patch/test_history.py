@@ -383,10 +383,8 @@ NAME_BYTES = 16
 @pytest.mark.parametrize("recurs", [0.1, 1.0])
 def test_a_history_costs_a_small_patch_its_name_at_most(rng: Rng, recurs: float) -> None:
     flat, history = weights(rng, 20_000).array.copy(), History()
-    moving, old = (
-        rng.choice(flat.size, 100, replace=False),
-        State.of({"w": Bits(flat.copy(), "BF16")}),
-    )
+    moving = rng.choice(flat.size, 100, replace=False)
+    old = State.of({"w": Bits(flat.copy(), "BF16")})
     named = []
     for _ in range(6):
         keeps = rng.random(100) < recurs

@@ -4,7 +4,8 @@ decoded is proved."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,18 @@ def built(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
 def digested(tensors: Tensors) -> tuple[State, StateDigest]:
     state = State.of(tensors).copy()
     return state, state_digest(state)
+
+
+def undone(
+    data: bytes, old: Tensors, error: Any, match: str | None = None, **options: Any
+) -> Exception:
+    """What the patch is refused with, on a state that is as it was afterwards."""
+    state, digest = digested(old)
+    with pytest.raises(error, match=match) as caught:
+        apply_patch(parse_patch([data], digest), state, digest, **options)
+    assert snapshot(state) == snapshot(old)
+    found: Exception = caught.value
+    return found
 
 
 def check_round_trip(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
@@ -220,12 +233,9 @@ def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
     old = policy(rng)
     other = mutated(rng, old, 0.001)
     made = built(old, mutated(rng, old))
-    state, digest = digested(other)
-    with pytest.raises(WrongBase) as caught:
-        apply_patch(parse_patch([made.to_bytes()], digest), state, digest)
-    assert digest.root[:16] in str(caught.value)
-    assert made.header.base_root[:16] in str(caught.value)
-    assert snapshot(state) == snapshot(other)
+    refused = str(undone(made.to_bytes(), other, WrongBase))
+    assert state_digest(State.of(other)).root[:16] in refused
+    assert made.header.base_root[:16] in refused
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -256,14 +266,8 @@ def test_a_patch_that_does_not_lead_to_its_target_root_is_undone(rng: Rng) -> No
     old = policy(rng)
     made = built(old, mutated(rng, old))
     lying = dataclasses.replace(made.header, target_root="0" * 64)
-    state, digest = digested(old)
-    with pytest.raises(DigestMismatch, match="0000000000000000"):
-        apply_patch(
-            parse_patch([lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]], digest),
-            state,
-            digest,
-        )
-    assert snapshot(state) == snapshot(old)
+    data = lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]
+    undone(data, old, DigestMismatch, "0000000000000000")
 
 
 def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> None:
@@ -271,12 +275,7 @@ def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> No
     old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
     one, two = built(old, mutated(rng, old)), built(old, mutated(rng, old))
     mixed = dataclasses.replace(one.header, blocks=(one.header.blocks[0], two.header.blocks[1]))
-    state, digest = digested(old)
-    with pytest.raises(DigestMismatch):
-        apply_patch(
-            parse_patch([mixed.to_bytes() + one.chunks[1] + two.chunks[2]], digest), state, digest
-        )
-    assert snapshot(state) == snapshot(old)
+    undone(mixed.to_bytes() + one.chunks[1] + two.chunks[2], old, DigestMismatch)
 
 
 def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
@@ -286,14 +285,8 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     lying = dataclasses.replace(
         made.header, blocks=(first, last._replace(changed=last.changed + 1))
     )
-    state, digest = digested(old)
-    with pytest.raises(
-        CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"
-    ):
-        apply_patch(
-            parse_patch([lying.to_bytes() + b"".join(made.chunks[1:])], digest), state, digest
-        )
-    assert snapshot(state) == snapshot(old)
+    words = r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"
+    undone(lying.to_bytes() + b"".join(made.chunks[1:]), old, CorruptPatch, words)
 
 
 @pytest.mark.parametrize("codec_id", [1, 2, 3, 5, 6, 7, 99])
@@ -310,18 +303,9 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(
     lying = dataclasses.replace(
         made.header, blocks=(made.header.blocks[0], entry), history=known.name
     )
-    state, digest = digested(old)
-    with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
-        apply_patch(
-            parse_patch([lying.to_bytes() + made.chunks[1] + junk], digest),
-            state,
-            digest,
-            history=known,
-            threads=1,
-        )
-    if isinstance(caught.value, CorruptPatch):
-        assert "block 1 (b[0:500])" in str(caught.value)
-    assert snapshot(state) == snapshot(old)
+    data, either = lying.to_bytes() + made.chunks[1] + junk, (CorruptPatch, DigestMismatch)
+    refused = undone(data, old, either, history=known, threads=1)
+    assert isinstance(refused, DigestMismatch) or "block 1 (b[0:500])" in str(refused)
 
 
 def many_blocks(rng: Rng) -> Tensors:
@@ -366,15 +350,11 @@ def test_a_damaged_block_in_the_middle_of_a_group_is_undone(
 ) -> None:
     monkeypatch.setattr("pulse_rl.patch.tree._ROUNDS", 0)  # however little there is to do
     old = many_blocks(rng)
-    state = State.of(old).copy()
-    digest = state_digest(state)
-    made = build_patch(state, State.of(stepped(rng, old)), digest)
+    made = built(old, stepped(rng, old))
     payload = sum(len(chunk) for chunk in made.chunks[:6])
     data = bytearray(made.to_bytes())
     data[payload - 1] ^= 1
-    with pytest.raises(CorruptPatch, match="block 4"):
-        apply_patch(parse_patch([bytes(data)], digest), state, digest, threads=2)
-    assert snapshot(state) == snapshot(old)
+    undone(bytes(data), old, CorruptPatch, "block 4", threads=2)
 
 
 # -- what a publisher decodes must be what it compared, and what the tensors hold
@@ -397,19 +377,31 @@ def there_and_back(block: Block, before: UIntArray, after: UIntArray) -> codec.P
     return (records,)
 
 
+Encoder = Callable[[Callable[[Encoded], Encoded]], None]
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
+    """Has the encoder return what a function makes of what it has made."""
+    honest = codec.encode_block
+
+    def become(change: Callable[[Encoded], Encoded]) -> None:
+        monkeypatch.setattr(codec, "encode_block", lambda *of, **how: change(honest(*of, **how)))
+
+    return become
+
+
 @pytest.mark.parametrize("elements", [5000, MANY])
 @pytest.mark.parametrize("name", ["auto", "history", "zstd"])
 @pytest.mark.parametrize("what", ["value", "position", "count", "tensor"])
 def test_what_differs_is_refused(
-    what: str, name: str, elements: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
+    what: str, name: str, elements: int, rng: Rng, encoder: Encoder
 ) -> None:
     """An encoder that saw something else, and a trainer that wrote after it was looked at."""
     block, before, after = changed_block(rng, elements)
     past = there_and_back(block, before, after)
-    honest = codec.encode_block
 
-    def lying(*arguments: object, **how: object) -> Encoded:
-        found = honest(*arguments, **how)  # type: ignore[arg-type]
+    def lying(found: Encoded) -> Encoded:
         if what == "tensor":
             after[:] ^= 1
         if what == "count":
@@ -421,16 +413,14 @@ def test_what_differs_is_refused(
         return found._replace(found=Changes(positions, values))
 
     def prove() -> str:
-        known, chosen = (
-            (past if name == "history" else ()),
-            "zstd" if name == "zstd" else codec.AUTO,
-        )
+        known = past if name == "history" else ()
+        chosen = "zstd" if name == "zstd" else codec.AUTO
         encoded, _ = encode_verified(block, before, after, known, codec=chosen, stride=16)
         by = codec.codec_name(encoded.codec_id)
         return "auto" if by in ("gaps", "sparse") else by
 
     assert prove() == name
-    monkeypatch.setattr("pulse_rl.codec.encode_block", lying)
+    encoder(lying)
     if name == "zstd" and what in ("value", "position"):
         assert prove() == name  # it keeps nothing that could differ
         return
@@ -438,56 +428,46 @@ def test_what_differs_is_refused(
         prove()
 
 
-def test_a_payload_that_decodes_to_something_else_is_refused(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_payload_that_decodes_to_something_else_is_refused(rng: Rng, encoder: Encoder) -> None:
     """Also where the encoder has decoded it."""
     block, before, after = changed_block(rng, MANY)
     past = there_and_back(block, before, after)
-    honest = codec.encode_block
 
-    def decoding_wrongly(*arguments: object, **how: object) -> Encoded:
-        found = honest(*arguments, **how)  # type: ignore[arg-type]
+    def decoding_wrongly(found: Encoded) -> Encoded:
         assert found.decoded is not None
         found.decoded.values[-1] ^= 1
         return found
 
-    monkeypatch.setattr("pulse_rl.codec.encode_block", decoding_wrongly)
+    encoder(decoding_wrongly)
     with pytest.raises(IntegrityError, match="does not decode"):
         encode_verified(block, before, after, past, stride=16)
 
 
 @pytest.mark.parametrize("name", ["auto", "history"])
-def test_a_payload_that_does_not_decode_is_refused(
-    name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_payload_that_does_not_decode_is_refused(name: str, rng: Rng, encoder: Encoder) -> None:
     """As the encoder may make one of elements that are written to meanwhile."""
     block, before, after = changed_block(rng, 5000)
     past = there_and_back(block, before, after)
-    honest = codec.encode_block
 
-    def damaging(*arguments: object, **how: object) -> Encoded:
-        found = honest(*arguments, **how)  # type: ignore[arg-type]
+    def damaging(found: Encoded) -> Encoded:
         if found.decoded is not None:
             raise CorruptPatch("the block ends inside its head")
         return found._replace(payload=found.payload[:2])
 
-    monkeypatch.setattr("pulse_rl.codec.encode_block", damaging)
+    encoder(damaging)
     with pytest.raises(IntegrityError, match="does not decode"):
         encode_verified(block, before, after, past if name == "history" else ())
 
 
-def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_looked_at_everywhere(rng: Rng, encoder: Encoder) -> None:
     """Of the trainer's own tensors one change in 16 is looked at again, of others all."""
     block, before, after = changed_block(rng, MANY)
-    honest = codec.encode_block
 
-    def then_written(*arguments: object, **how: object) -> Encoded:
-        found = honest(*arguments, **how)  # type: ignore[arg-type]
+    def then_written(found: Encoded) -> Encoded:
         after[np.flatnonzero(before != after)[1]] ^= 2
         return found
 
-    monkeypatch.setattr("pulse_rl.codec.encode_block", then_written)
+    encoder(then_written)
     encode_verified(block, before, after, stride=16)
     with pytest.raises(IntegrityError):
         encode_verified(block, before, after)

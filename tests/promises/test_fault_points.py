@@ -127,10 +127,8 @@ def test_a_baseline_moves_after_the_commit_only() -> None:
 
 def test_of_two_that_claim_a_stream_at_once_one_goes_on() -> None:
     store, first, second = MemoryStore(), Trainer(1), Trainer(2)
-    one, other = (
-        Publisher(store, stream=STREAM, threads=1),
-        Publisher(store, stream=STREAM, threads=1),
-    )
+    one = Publisher(store, stream=STREAM, threads=1)
+    other = Publisher(store, stream=STREAM, threads=1)
     raced = []
 
     def race() -> None:

@@ -23,7 +23,7 @@ from pulse_rl.errors import InputError
 from pulse_rl.frameworks.torch import apply_
 from tests.support.states import UINTS, WIDTHS, present
 
-from .oracle import STREAM, Trainer, Worker, held, publish, root_of
+from .oracle import STREAM, Trainer, Worker, publish, root_of
 
 
 def test_a_worker_that_follows_has_every_version(store: Store) -> None:
@@ -52,15 +52,22 @@ def test_a_newcomer_reaches_every_version_and_the_stream_verifies(store: Store) 
 
 
 def test_a_worker_that_was_away_has_each_change_once(store: Store) -> None:
+    """With the newest bits, also of what changed twice or back again."""
     trainer, worker = Trainer(), Worker(store)
     with Publisher(store, stream=STREAM) as publisher:
         publish(publisher, trainer)
         worker.sync()
-        publish(publisher, trainer, 5)
+        first = trainer.state
+        publish(publisher, trainer, 4)
+        trainer.state = first
+        publish(publisher, trainer)
         update = worker.sync()
-    assert (update.previous, update.version) == (0, 5)
-    for _, indices, values in update:
-        assert indices is None or (np.all(np.diff(indices) > 0) and len(indices) == len(values))
+    assert (update.previous, update.version, update.full) == (0, 5, False)
+    for name, indices, values in update:
+        assert indices is not None
+        assert np.all(np.diff(indices) > 0)
+        np.testing.assert_array_equal(values, trainer.state[name].array.reshape(-1)[indices])
+    assert worker.root == trainer.root
 
 
 def test_bits_survive_whatever_they_mean(store: Store) -> None:
@@ -140,9 +147,11 @@ def test_a_worker_begins_with_the_checkpoint_that_it_has(store: Store) -> None:
         publish(publisher, trainer)
         base = dict(trainer.state)
         published = [publisher.publish(trainer.step()) for _ in range(2)]
-    subscriber = Subscriber(store, stream=STREAM, base=base)
-    update = present(subscriber.sync())
-    assert root_of(held(subscriber)) == trainer.root
+    worker = Worker(store, base=base)
+    worker.tensors = {name: Bits(bits.array.copy(), bits.dtype) for name, bits in base.items()}
+    update = present(worker.sync())
+    assert not update.full
+    assert worker.root == trainer.root
     assert update.payload_bytes <= sum(each.patch_bytes for each in published)
 
 

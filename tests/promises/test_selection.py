@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.counted import CountedStore
-from pulse_rl import Bits, MemoryStore, Publisher, Subscriber
+from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, audit
 from pulse_rl.errors import PulseError
+from tests.support.states import Live
 
 from .oracle import STREAM, Trainer, copied, held, objects, publish, root_of
 
@@ -19,20 +20,25 @@ def part(trainer: Trainer) -> dict[str, Bits]:
     return {name: bits for name, bits in trainer.state.items() if name.startswith("layers.")}
 
 
-def selecting(store: Any, **settings: Any) -> Subscriber:
-    return Subscriber(store, stream=STREAM, select="layers.*", threads=1, **settings)
+def selecting(store: Any, select: str | list[str] = "layers.*") -> Subscriber:
+    return Subscriber(store, stream=STREAM, select=select, threads=1)
 
 
-def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any) -> None:
-    trainer, worker = Trainer(), selecting(store)
+@pytest.mark.parametrize("select", ["layers.*", ["layers.*"], ["layers.0.*", "layers.1.*"]])
+def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any, select: Any) -> None:
+    trainer, worker, live = Trainer(), selecting(store, select), Live()
     with Publisher(store, stream=STREAM, anchor_ratio=0.2) as publisher:
         for _ in range(6):
             publish(publisher, trainer)
             update = worker.sync()
+            live.apply(update)
             assert {tensor.spec.name for tensor in update.tensors} <= part(trainer).keys()
-            for reader in (worker, selecting(store)):
-                reader.sync()
-                assert root_of(held(reader)) == root_of(part(trainer))
+            assert worker.root == trainer.root, "the root is the whole state's"
+            assert audit(live.tensors, worker.digest).ok
+            newcomer = selecting(store, select)
+            newcomer.sync()
+            for tensors in (held(worker), held(newcomer), live.tensors):
+                assert root_of(tensors) == root_of(part(trainer))
 
 
 def test_a_part_costs_less_than_the_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, gc_stream, verify_stream
@@ -32,6 +33,9 @@ def test_one_that_is_far_behind_reads_less_where_there_are_folds(store: Store) -
     update = worker.sync()
     assert update is not None
     assert worker.root == trainer.root
+    for _, indices, _ in update:
+        assert indices is not None
+        assert np.all(np.diff(indices) > 0), "each change once"
     assert 0 < update.payload_bytes < 0.7 * sent
     assert all(not report.problems for report in verify_stream(store, STREAM))
 
@@ -79,11 +83,9 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
     ("side", "after"), [("source", False), ("target", False), ("target", True)]
 )
 def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> None:
-    trainer, source, target = (
-        Trainer(elements=600),
-        FaultyStore(MemoryStore()),
-        FaultyStore(MemoryStore()),
-    )
+    trainer = Trainer(elements=600)
+    source = FaultyStore(MemoryStore())
+    target = FaultyStore(MemoryStore())
     failing = source if side == "source" else target
     with Publisher(source.inner, stream=STREAM, anchor_ratio=0.1, threads=1) as publisher:
         at, roots = 0, []

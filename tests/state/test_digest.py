@@ -71,59 +71,10 @@ def test_any_number_of_threads_gives_one_root(rng: np.random.Generator) -> None:
     }
 
 
-@given(data=st.data())
-def test_every_single_bit_counts(data: st.DataObject) -> None:
-    tensors = all_dtypes(np.random.default_rng(0), 10)
-    before = state_root(tensors, threads=1)
-    name = data.draw(st.sampled_from([n for n, t in tensors.items() if t.array.size]))
-    raw = tensors[name].array.reshape(-1).view(np.uint8)
-    raw[data.draw(st.integers(0, raw.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert state_root(tensors, threads=1) != before
-
-
-def test_bits_at_the_edges_of_leaves_count() -> None:
-    array = np.zeros(3 * MIB, np.uint8)
-    found = set()
-    for at in (0, MIB - 1, MIB, 2 * MIB - 1, 2 * MIB, 3 * MIB - 1):
-        array[at] = 1
-        found.add(state_root({"w": Bits(array, "U8")}))
-        array[at] = 0
-    assert len(found) == 6
-
-
-def test_name_dtype_shape_and_order_are_part_of_the_root() -> None:
-    """Peers' hashes were blind to all of these."""
-    a, b = np.arange(6, dtype=np.uint16), np.arange(6, 12, dtype=np.uint16)
-    states = {
-        "plain": {"a": Bits(a, "BF16"), "b": Bits(b, "BF16")},
-        "renamed": {"a": Bits(a, "BF16"), "c": Bits(b, "BF16")},
-        "swapped": {"a": Bits(b, "BF16"), "b": Bits(a, "BF16")},
-        "half": {"a": Bits(a, "F16"), "b": Bits(b, "BF16")},
-        "reshaped": {"a": Bits(a.reshape(2, 3), "BF16"), "b": Bits(b, "BF16")},
-        "transposed": {"a": Bits(a.reshape(3, 2), "BF16"), "b": Bits(b, "BF16")},
-        "row": {"a": Bits(a.reshape(1, 6), "BF16"), "b": Bits(b, "BF16")},
-        "joined": {"a": Bits(np.concatenate([a, b]), "BF16")},
-        "cut elsewhere": {"a": Bits(np.append(a, b[:1]), "BF16"), "b": Bits(b[1:], "BF16")},
-        "one more, empty": {"a": Bits(a, "BF16"), "b": Bits(b, "BF16"), "z": Bits(b[:0], "BF16")},
-    }
-    found = {name: state_root(tensors) for name, tensors in states.items()}
-    assert len(set(found.values())) == len(states), found
-
-
-def test_empty_tensors_of_other_shapes_differ() -> None:
-    shapes = [(0,), (0, 1), (1, 0), (2, 0), (0, 2, 0)]
-    assert len({state_root({"w": Bits(np.empty(s, np.uint16), "BF16")}) for s in shapes}) == len(
-        shapes
-    )
-
-
 def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> None:
     tensors = policy(rng)
     write_checkpoint(tmp_path, tensors)
     expected = root_of(tensors)
     assert state_root(tensors) == state_root(State.of(tensors)) == expected
-    assert (
-        state_root(tmp_path)
-        == state_root(str(tmp_path / "model.safetensors"), threads=1)
-        == expected
-    )
+    assert state_root(tmp_path) == expected
+    assert state_root(str(tmp_path / "model.safetensors"), threads=1) == expected

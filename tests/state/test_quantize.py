@@ -277,11 +277,9 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
 
 
 def test_the_kernels_refuse_what_does_not_fit() -> None:
-    elements, scales, codes = (
-        np.zeros(256, np.uint8),
-        np.ones(4, np.float32),
-        np.zeros(64, np.uint8),
-    )
+    elements = np.zeros(256, np.uint8)
+    scales = np.ones(4, np.float32)
+    codes = np.zeros(64, np.uint8)
     wrong: list[Callable[[], object]] = [
         lambda: block_maxima(elements, 3, (8, 1, 8)),
         lambda: block_maxima(elements, 4, (7, 1, 7)),

@@ -97,10 +97,8 @@ def test_operations_make_the_bits_of_the_kernels(
             + np.arange(count) % columns // block_columns
         )
         host = odd_bits(rng, scales[of], 1, width)
-        blocks, ints = (
-            (columns, block_rows, block_columns),
-            torch.from_numpy(host.view(f"i{width}")).to(DEVICE),
-        )
+        blocks = (columns, block_rows, block_columns)
+        ints = torch.from_numpy(host.view(f"i{width}")).to(DEVICE)
         most = block_maxima(host.view(np.uint8), width, blocks)
         assert quantize_device.block_maxima(ints, blocks).tobytes() == most.tobytes()
         for start, stop in [

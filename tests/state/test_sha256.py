@@ -124,10 +124,8 @@ def test_leaves_of_real_size(rng: np.random.Generator) -> None:
     ]
     raw = [a.view(np.uint8) for a in arrays]
     assert leaves_of(arrays) == [by_the_book([a], 1 << 20) for a in raw]
-    at, bits = (
-        [np.uint32([0, (3 << 19) - 1]), np.uint32([1004])],
-        [np.uint16([1, 2]), np.uint16([3])],
-    )
+    at = [np.uint32([0, (3 << 19) - 1]), np.uint32([1004])]
+    bits = [np.uint16([1, 2]), np.uint16([3])]
     none = (np.uint32([]), 0, np.uint16([]))
     of = [
         (at[0], 0, bits[0]),

@@ -41,11 +41,16 @@ SECRETS = (
     f"hf://buckets/ns/b/run?endpoint=http://u:{SECRET}@host az://c/run?account_name=a&sig={SECRET} "
     f"az://c/run?account_name=a&%73ig={SECRET} abfs://c:{SECRET}@a.dfs.core.windows.net/run "
     f"https://a.blob.core.windows.net/run?sv=2024&sig={SECRET} ftp://host/x?token={SECRET} "
-    f"s3:/user:{SECRET}@host hf://user:{SECRET}@ns/name http://u:{SECRET}@host/x"
+    f"s3:/user:{SECRET}@host hf://user:{SECRET}@ns/name http://u:{SECRET}@host/x "
+    f"http:/me:{SECRET}@host file://me:{SECRET}@host/x ftp://me:1/{SECRET}@host"
 )
+HOSTS = ("host:x", "host/?a", "ho st", "[::1", "host", "/host:1", "host/#a")
 
 
-@pytest.mark.parametrize("address", SECRETS.split())
+@pytest.mark.parametrize(
+    "address",
+    SECRETS.split() + [f"http://me:{w}{SECRET}@{host}" for host in HOSTS for w in ("", "1/")],
+)
 def test_no_secret_of_an_address_is_shown(address: str) -> None:
     with pytest.raises((InputError, StoreError)) as caught:
         open_store(address)

@@ -51,9 +51,7 @@ def test_create_or_confirm(kind: str, tmp_path: Path, request: pytest.FixtureReq
 def stream(versions: int = 5) -> tuple[Counted, TinyTrainer, Publisher]:
     store, trainer = Counted(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
-    for _ in range(versions):
-        trainer.step()
-        publisher.publish(trainer.state)
+    trainer.publish(publisher, versions)
     store.read.clear()
     return store, trainer, publisher
 
@@ -62,8 +60,7 @@ def test_a_restart_downloads_only_what_is_new(tmp_path: Path) -> None:
     store, trainer, publisher = stream()
     Subscriber(store, stream="s", cache=tmp_path, threads=1).sync()
     once = store.payload_bytes()
-    trainer.step()
-    new = publisher.publish(trainer.state).patch_bytes
+    new = trainer.publish(publisher).patch_bytes
     reach(Subscriber(store, stream="s", cache=tmp_path, threads=1), state_root(trainer.state))
     assert store.payload_bytes() == once + new
 

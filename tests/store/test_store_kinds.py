@@ -302,21 +302,6 @@ def test_a_poll_reads_no_folder_that_has_not_changed(
     assert reads
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "http:/me:secret@host",
-        "http://me:secret@[::1",
-        "file://me:secret@host/x",
-        "ftp://me:se/cret@host",
-    ],
-)
-def test_a_password_in_an_address_is_not_shown(address: str) -> None:
-    with pytest.raises(InputError) as refused:
-        open_store(address)
-    assert "cret" not in str(refused.value)
-
-
 def test_nothing_is_written_through_a_linked_folder(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

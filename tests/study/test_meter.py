@@ -53,10 +53,8 @@ def check(found: dict[str, Any], states: Sequence[Snapshot], ks: Sequence[int]) 
         changed = by_hand(states, row["k"])
         assert [p["changed"] for p in found["pairs"] if p["k"] == row["k"]] == changed
         assert row["sparsity"] == pytest.approx(1 - sum(changed) / len(changed) / elements)
-        assert (row["sparsity_min"], row["sparsity_max"]) == (
-            1 - max(changed) / elements,
-            1 - min(changed) / elements,
-        )
+        assert row["sparsity_min"] == 1 - max(changed) / elements
+        assert row["sparsity_max"] == 1 - min(changed) / elements
     assert sum(sum(by_hand(states, k)) for k in ks) > 0
 
 
@@ -207,10 +205,8 @@ def test_after_close_nothing_is_measured() -> None:
 def test_memory_is_bounded_by_copies_and_small_where_little_changes() -> None:
     model = build()
     copy = 2 * sum(p.numel() for p in model.parameters())
-    dense, sparse = (
-        torch.optim.AdamW(model.parameters(), lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=1e-6),
-    )
+    dense = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sparse = torch.optim.SGD(model.parameters(), lr=1e-6)
     with SparsityMeter(model, ks=(4,)) as meter:
         assert meter.memory_bytes == copy
         train(model, dense, 12, lambda: None)

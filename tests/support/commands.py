@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,22 @@ import pytest
 from pulse_rl.cli import main
 
 POLICY = ("--stream", "policy")
+
+
+def at_waits(patch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> list[float]:
+    """At each wait of a command that follows a step is taken, after the last one a Ctrl-C. The
+    seconds of its waits, so far."""
+    left, waits = iter(steps), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    patch.setattr("pulse_rl.cli.following.time.sleep", sleep)
+    return waits
 
 
 class Pulse:

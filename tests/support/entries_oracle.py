@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from tests.support.gaps_oracle import Bit, weights
+from tests.support.gaps_oracle import Bit, Near, weights
 from tests.support.gaps_oracle import Reader as RangeReader
 from tests.support.gaps_oracle import Writer as RangeWriter
+from tests.support.sparse_oracle import StateWriter
 from tests.support.table_oracle import LOW, SCALE, STATES, varint
 
 SIGN, MAGNITUDE, TOO_LARGE = 1 << 31, (1 << 31) - 1, (127 + 64) << 23
@@ -120,38 +121,23 @@ def class_of(x: int, m: int, rounding: Rounding, d: int, momentum: int) -> int:
 
 @dataclass
 class LevelModels:
+    least: int = 0
+    most: int = 44
     absent: Bit = field(default_factory=Bit)
-    as_expected: Bit = field(default_factory=Bit)
-    lower: Bit = field(default_factory=Bit)
-    further: list[Bit] = field(default_factory=lambda: [Bit() for _ in range(8)])
+    near: Near = field(default_factory=Near)
 
-
-def code_level(
-    side: RangeWriter | RangeReader,
-    models: LevelModels,
-    level: int | None,
-    expected: int,
-    least: int,
-    most: int,
-) -> int | None:
-    if side.bit(models.absent, int(level is None)):
-        return None
-    away = (level or 0) - expected
-    if side.bit(models.as_expected, int(away == 0)):
-        return expected
-    lower = side.bit(models.lower, int(away < 0))
-    k = 0
-    while k < 44 and not side.bit(models.further[min(k, 7)], int(abs(away) - 1 == k)):
-        k += 1
-    return min(max(expected + (-(k + 1) if lower else k + 1), least), most)
+    def code(self, side: RangeWriter | RangeReader, level: int | None, expected: int) -> int | None:
+        if side.bit(self.absent, int(level is None)):
+            return None
+        return self.near.code(side, level or 0, expected, self.least, self.most)
 
 
 def code_classes(side: RangeWriter | RangeReader, levels: Levels) -> Levels:
     """The levels, which a reader does not know before, but how many they are."""
-    models, coded = LevelModels(), Levels()
+    models, coded = LevelModels(1, 31), Levels()
     for i, level in enumerate(levels):
         known = [e for e in (coded[i - back] for back in (2, 16, 1) if back <= i) if e is not None]
-        coded.append(code_level(side, models, level, known[0] if known else 10, 1, 31))
+        coded.append(models.code(side, level, known[0] if known else 10))
     return coded
 
 
@@ -171,7 +157,7 @@ def code_symbols(side: RangeWriter | RangeReader, contexts: list[Levels]) -> lis
             models = alone if alike is None else absent_there if there is None else present_there
             below = now[i - 2] if i >= 2 else None
             expected = there if there is not None else below if below is not None else 6
-            now.append(code_level(side, models, level, expected, 0, 44))
+            now.append(models.code(side, level, expected))
         coded.append(now)
     return coded
 
@@ -283,28 +269,22 @@ def encode(
 ) -> bytes:
     """The payload with these choices, in which each entry's class and symbol has a level. There is
     an entry."""
-    operations = list[tuple[int, int, int]]()
-    values = list[tuple[int, int, int]]()
+    operations, values = StateWriter(), StateWriter()
     beside = taken = 0
     tables = [intervals(levels) for levels in chosen.symbols]
     for i, (x, m) in enumerate(zip(theta, momentum, strict=True)):
         cls = class_of(x, m, rounding, chosen.d, chosen.m)
         f = chosen.frequency(cls)
-        operations.append((i % STATES, 0, f) if i in entries else (i % STATES, f, SCALE - f))
+        operations.noted.append((i % STATES, *((f, 0) if i in entries else (SCALE - f, f))))
         if i in entries:
             value = code_of(x, entries[i], rounding, mantissa, chosen.b, chosen.s)
-            values.append(
-                (len(values) % STATES, *tables[chosen.context(cls, x, mantissa)][value.symbol])
-            )
+            start, f = tables[chosen.context(cls, x, mantissa)][value.symbol]
+            values.noted.append((len(values.noted) % STATES, f, start))
             beside |= value.plain << taken
             taken += value.length
-    states, words = [LOW] * STATES, list[int]()
-    for i, start, f in reversed(operations + values):
-        assert f, "what is coded has a level"
-        if states[i] >= f << 20:
-            words.append(states[i] & 0xFFFF)
-            states[i] >>= 16
-        states[i] = states[i] // f * SCALE + states[i] % f + start
+    states = [LOW] * STATES
+    assert all(f for _, f, _ in operations.noted + values.noted), "what is coded has a level"
+    words = StateWriter(operations.noted + values.noted).finish(states)
     levels = write_levels(chosen)
     head = [
         chosen.d,
@@ -322,8 +302,8 @@ def encode(
         + varint(len(levels))
         + levels
         + b"".join(varint(x - LOW) for x in states)
-        + varint(len(words))
-        + b"".join(word.to_bytes(2, "little") for word in reversed(words))
+        + varint(len(words) // 2)
+        + words
         + beside.to_bytes(-(-taken // 8), "little")
     )
 

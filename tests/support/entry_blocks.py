@@ -115,16 +115,12 @@ class Block:
             d, m = rng.integers(0, 256, 2).tolist()
         s = int(rng.integers(1, 31))
         b = int(rng.integers(90, 140) if rng.random() < 0.7 else rng.integers(0, 256 - s))
-        c, top = (
-            int(rng.choice([1, 16, 128])),
-            int(rng.integers(110, 130) if rng.random() < 0.7 else rng.integers(0, 256)),
-        )
+        c = int(rng.choice([1, 16, 128]))
+        top = int(rng.integers(110, 130) if rng.random() < 0.7 else rng.integers(0, 256))
         entries = self.entries(wire)
         classes = {p: oracle.class_of(theta[p], momentum[p], rounding, d, m) for p in entries}
-        first, stop = (
-            int(rng.integers(0, min(classes.values()) + 1)),
-            int(rng.integers(max(classes.values()) + 1, 257)),
-        )
+        first = int(rng.integers(0, min(classes.values()) + 1))
+        stop = int(rng.integers(max(classes.values()) + 1, 257))
         more = rng.random()
         levels = any_levels(
             rng, range(1, 32), {k - first for k in classes.values()}, stop - first, more

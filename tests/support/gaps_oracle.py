@@ -20,6 +20,30 @@ for _i in range(513):
     S.append(_s)
 
 
+def varint(x: int) -> bytes:
+    out = bytearray()
+    while x >= 128:
+        out.append(x & 127 | 128)
+        x >>= 7
+    return bytes([*out, x])
+
+
+def varint_at(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at ``at``, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
+def signed(x: int, bits: int) -> int:
+    """``x`` modulo 2^bits as a signed number."""
+    x %= 1 << bits
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
 class Kind(NamedTuple):
     width: int
     shift: int
@@ -37,6 +61,14 @@ class Kind(NamedTuple):
         if not self.floating:
             return y
         return y & ~sign if y & sign else ~y & full
+
+    def step(self, a: int, b: int) -> int:
+        """From ``a`` to ``b``."""
+        return signed(self.ordered(b) - self.ordered(a), 8 * self.width)
+
+    def stepped(self, a: int, step: int) -> int:
+        """What ``step`` leads to from ``a``."""
+        return self.unordered((self.ordered(a) + step) % (1 << 8 * self.width))
 
 
 @dataclass
@@ -171,24 +203,34 @@ def weights(levels: list[int], boost: int) -> tuple[list[int], list[int]]:
     return plain, [min(w << boost, 1 << 26) for w in plain]
 
 
+@dataclass
+class Near:
+    """The models of a number that is coded by what is expected."""
+
+    as_expected: Bit = field(default_factory=Bit)
+    lower: Bit = field(default_factory=Bit)
+    further: list[Bit] = field(default_factory=lambda: [Bit() for _ in range(8)])
+
+    def code(self, side: Writer | Reader, value: int, expected: int, least: int, most: int) -> int:
+        away = value - expected
+        if side.bit(self.as_expected, int(away == 0)):
+            return min(max(expected, least), most)
+        down = side.bit(self.lower, int(away < 0))
+        k = 0
+        while k < 44 and not side.bit(self.further[min(k, 7)], int(abs(away) - 1 == k)):
+            k += 1
+        return min(max(expected + (-(k + 1) if down else k + 1), least), most)
+
+
 def code_levels(side: Writer | Reader, levels: list[int], first: int, count: int) -> None:
-    absent, as_expected, lower, further = Bit(), Bit(), Bit(), [Bit() for _ in range(8)]
+    absent, near = Bit(), Near()
     expected = 30
     for c in range(first, first + count):
         if side.bit(absent, int(levels[c] == ABSENT)):
             levels[c] = ABSENT
             continue
-        away = levels[c] - expected
-        if side.bit(as_expected, int(away == 0)):
-            level = expected
-        else:
-            down = side.bit(lower, int(away < 0))
-            k = 0
-            while k < 44 and not side.bit(further[min(k, 7)], int(abs(away) - 1 == k)):
-                k += 1
-            level = min(max(expected + (-(k + 1) if down else k + 1), 0), 44)
-        levels[c] = level
-        expected = min(level + 2, 44)
+        levels[c] = near.code(side, levels[c], expected, 0, 44)
+        expected = min(levels[c] + 2, 44)
 
 
 def code_size(side: Writer | Reader, m: Models, cls: int, size: int) -> int:
@@ -240,18 +282,13 @@ def encode(
     change). What is ``marked`` has no weight and is left as it is; ``front`` codes what stands in
     front of the levels."""
     count = sum(a != b and p not in marked for p, (a, b) in enumerate(zip(old, new, strict=True)))
-    out = bytearray()
-    left = count
-    while left >= 128:
-        out.append(left & 127 | 128)
-        left >>= 7
-    out.append(left)
+    out = varint(count)
     side, m, waiting = Writer(), Models(), Waiting()
     if not count:
         if front is None:
-            return bytes(out)
+            return out
         front(side)
-        return bytes(out) + side.finish()
+        return out + side.finish()
     present = [c for c, level in enumerate(levels) if level != ABSENT]
     first, span = present[0], present[-1] - present[0] + 1
     out += bytes([boost, first, span - 1])
@@ -278,10 +315,8 @@ def encode(
         passed = 0
         tally = tally if end == row else 0
         row, live_until = end, end
-        step = (kind.ordered(b) - kind.ordered(a)) % (1 << 8 * kind.width)
-        step -= (1 << 8 * kind.width) if step >> (8 * kind.width - 1) else 0
-        tally += 1 if code_step(side, m, cls, tally, step) > 0 else -1
-    return bytes(out) + side.finish()
+        tally += 1 if code_step(side, m, cls, tally, kind.step(a, b)) > 0 else -1
+    return out + side.finish()
 
 
 def decode(
@@ -295,13 +330,7 @@ def decode(
 ) -> list[int]:
     """The new elements; what is ``marked`` is left as it is. ``chosen`` gets the boost and the
     levels."""
-    count = at = 0
-    while True:
-        byte = data[at]
-        count |= (byte & 127) << 7 * at
-        at += 1
-        if byte < 128:
-            break
+    count, at = varint_at(data, 0)
     new = list(old)
     levels = [ABSENT] * 256
     if not count:
@@ -346,7 +375,7 @@ def decode(
         row, live_until = end, end
         step = code_step(side, m, cls, tally, 0)
         tally += 1 if step > 0 else -1
-        new[p] = kind.unordered((kind.ordered(a) + step) % (1 << 8 * kind.width))
+        new[p] = kind.stepped(a, step)
         count -= 1
     assert not count
     return new

@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.loco.threads import as_threads
 from tests.support.loco_reference import Flat, Reference, force_gated, group_of, pulse_loco
+from tests.support.states import present
 
 SIZE = 3000
 
@@ -61,8 +62,7 @@ class Member:
         self.step()
         self.reference.outer_step([self.seen[number, rank] for rank in range(self.size)])
         self.reference.check(self.loop)
-        done = self.loop.last_round
-        assert done is not None
+        done = present(self.loop.last_round)
         assert done.summed == int(self.reference.summed.count_nonzero())
         assert done.entries == int(self.seen[number, self.rank].count_nonzero())
         assert done.scattered or not self.reference.gate_sums

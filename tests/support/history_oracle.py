@@ -12,19 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.support import gaps_oracle, sparse_oracle
-from tests.support.gaps_oracle import ABSENT, Bit, Kind, Reader, Writer, code_rest
-from tests.support.sparse_oracle import Near
-from tests.support.table_oracle import varint
+from tests.support.gaps_oracle import ABSENT, Bit, Kind, Near, Reader, Writer, code_rest, signed
 
 Steps = dict[int, int]
 Past = Sequence[Steps]
 GROUPS = 1 + 7 * 7 * 2
-
-
-def signed(x: int, bits: int) -> int:
-    """``x`` modulo 2^bits as a signed number."""
-    x %= 1 << bits
-    return x - (1 << bits) if x >> (bits - 1) else x
 
 
 def window(start: Sequence[int], end: Sequence[int], kind: Kind) -> Steps:
@@ -314,7 +306,7 @@ def fixed(side: Writer | Reader, f: int, value: int) -> int:
 
 def steps_between(old: Sequence[int], new: Sequence[int], kind: Kind) -> Steps:
     changed = (p for p, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
-    return {p: signed(kind.ordered(new[p]) - kind.ordered(old[p]), 8 * kind.width) for p in changed}
+    return {p: kind.step(old[p], new[p]) for p in changed}
 
 
 def encode(
@@ -335,7 +327,11 @@ def encode(
     side = Writer()
     code_head(side, chosen, recall.there, recall.large)
     head = side.finish()
-    front = bytes([chosen.used | 128, chosen.first, chosen.count - 1]) + varint(len(head)) + head
+    front = (
+        bytes([chosen.used | 128, chosen.first, chosen.count - 1])
+        + gaps_oracle.varint(len(head))
+        + head
+    )
     return front + sparse_oracle.encode(old, new, kind, runs, chosen.others, recall)
 
 
@@ -352,15 +348,14 @@ def decode(
         )
         chosen.boost, chosen.levels = levels  # type: ignore[assignment]
     else:
-        end = next(k for k, byte in enumerate(data[3:], 3) if byte < 128) + 1
-        size = sum((byte & 127) << 7 * k for k, byte in enumerate(data[3:end]))
+        size, end = gaps_oracle.varint_at(data, 3)
         code_head(Reader(data[end : end + size]), chosen, recall.there, recall.large)
         rest = data[end + size :]
         chosen.others = sparse_oracle.read_head(rest, runs)
         new = sparse_oracle.decode(rest, old, kind, runs, recall)
     assert recall.found
     for p, step in recall.found.items():
-        new[p] = kind.unordered((kind.ordered(old[p]) + step) % (1 << 8 * kind.width))
+        new[p] = kind.stepped(old[p], step)
     return new, chosen
 
 

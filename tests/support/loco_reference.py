@@ -3,18 +3,19 @@ small job to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, gate, parameters
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, Round, gate, parameters
 from pulse_rl.loco.gate import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import GroupRounds
 from pulse_rl.loco.loop import OuterLoop
+from tests.support.states import present
 
 Flat = torch.Tensor
 
@@ -97,10 +98,8 @@ class Reference:
 
     def gated(self, s: Flat) -> Flat:
         """What is sent of ``s``."""
-        before, after = (
-            self.theta.to(self.gate_dtype),
-            (self.theta - s).to(self.gate_dtype),
-        )
+        before = self.theta.to(self.gate_dtype)
+        after = (self.theta - s).to(self.gate_dtype)
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
 
@@ -264,6 +263,20 @@ def group_of(loop: OuterLoop) -> TrainerGroup:
     assert isinstance(loop.meeting, GroupRounds)
     assert loop.meeting.group is not None
     return loop.meeting.group
+
+
+def last_round(loop: OuterLoop) -> Round:
+    return present(loop.last_round)
+
+
+def outer_state(loop: Any) -> list[Flat]:
+    """Theta, momentum and residual."""
+    state = loop.state_dict()
+    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
+
+
+def all_same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
+    return all(same(x, y) for x, y in zip(one, other, strict=True))
 
 
 def root_of(loop: OuterLoop) -> str:

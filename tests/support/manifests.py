@@ -11,6 +11,7 @@ from pulse_rl import Store
 from pulse_rl.patch.header import parse_header
 from pulse_rl.stream.manifest import FORMAT, AnchorRef, FileRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.stream import Stream
+from tests.support.states import present
 
 FULL = Manifest(
     format=FORMAT,
@@ -40,8 +41,7 @@ def manifest_of(store: Store, stream: str, version: int) -> Manifest:
 
 def history_named(store: Store, stream: str, version: int) -> int:
     """The number of versions in the history that the patch of a version names."""
-    patch = manifest_of(store, stream, version).patch
-    assert patch is not None
+    patch = present(manifest_of(store, stream, version).patch)
     data = store.get(f"{stream}/payloads/{patch.parts[0].sha256}.patch")
     history = parse_header(memoryview(data)).header.history
     return history.windows if history else 0

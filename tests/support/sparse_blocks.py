@@ -14,6 +14,7 @@ from pulse_rl.state.tensors import DTYPES
 from tests.support.arrays import both_ways
 from tests.support.block_codecs import SPARSE
 from tests.support.gaps_oracle import Kind
+from tests.support.states import present
 
 GROUPS = SPARSE
 
@@ -75,8 +76,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     payloads = []
     for _ in both_ways():
         made = GROUPS.encode(old, new, layout)
-        found = codec.encode_block(old, new, layout, only=GROUPS.id).found
-        assert found is not None
+        found = present(codec.encode_block(old, new, layout, only=GROUPS.id).found)
         assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
         assert found.values.tolist() == new[found.positions].tolist()
         payloads.append(made[0])

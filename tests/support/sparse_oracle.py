@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tests.support.gaps_oracle import Bit, Kind, Reader, Writer, row_ends
+from tests.support.gaps_oracle import Bit, Kind, Near, Reader, Writer, row_ends
 from tests.support.sparse_payload import Parts, cut, joined
 from tests.support.table_oracle import LOW, SCALE, STATES
 
@@ -45,23 +45,6 @@ class Head(NamedTuple):
     lengths: list[tuple[int, int]]  # (further, second) of first + 1, first + 2, …
     against: list[int]
     shifts: list[int]  # of the runs that `shifted` names
-
-
-@dataclass
-class Near:
-    as_expected: Bit = field(default_factory=Bit)
-    lower: Bit = field(default_factory=Bit)
-    further: list[Bit] = field(default_factory=lambda: [Bit() for _ in range(8)])
-
-    def code(self, side: Writer | Reader, value: int, expected: int, least: int, most: int) -> int:
-        away = value - expected
-        if side.bit(self.as_expected, int(away == 0)):
-            return min(max(expected, least), most)
-        down = side.bit(self.lower, int(away < 0))
-        k = 0
-        while k < 44 and not side.bit(self.further[min(k, 7)], int(abs(away) - 1 == k)):
-            k += 1
-        return min(max(expected + (-(k + 1) if down else k + 1), least), most)
 
 
 def shifted(runs: Runs) -> list[int]:
@@ -325,13 +308,11 @@ def states_of(plain: bytes) -> list[int]:
 def encode(
     old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head, front: Front | None = None
 ) -> bytes:
-    modulus = 1 << 8 * kind.width
     marked = front.marked if front else ()
     wanted = {}
     for at, (a, b) in enumerate(zip(old, new, strict=True)):
         if a != b and at not in marked:
-            up = (kind.ordered(b) - kind.ordered(a)) % modulus
-            wanted[at] = up - modulus if 2 * up >= modulus else up
+            wanted[at] = kind.step(a, b)
     side = StateWriter()
     if front:
         front.code(side)
@@ -372,7 +353,7 @@ def decode(
     assert side.at == len(parts.words)
     assert all(x >> 16 == 1 for x in side.states)
     plain = b"".join((x - LOW).to_bytes(2, "little") for x in side.states) + parts.plain
-    bits, new, modulus = int.from_bytes(plain, "little"), list(old), 1 << 8 * kind.width
+    bits, new = int.from_bytes(plain, "little"), list(old)
     needed = front.take_plain(bits) if front else 0
     bits >>= needed
     needed += sum(step.plain for step in found.values())
@@ -380,7 +361,7 @@ def decode(
     for at, step in sorted(found.items()):
         size = step.size | bits % (1 << step.plain)
         bits >>= step.plain
-        assert size < modulus
-        new[at] = kind.unordered((kind.ordered(old[at]) + (-size if step.down else size)) % modulus)
+        assert size < 1 << 8 * kind.width
+        new[at] = kind.stepped(old[at], -size if step.down else size)
     assert bits == 0
     return new

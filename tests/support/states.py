@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, Publisher, State, Subscriber, Update, state_root
+from pulse_rl import Bits, Published, Publisher, State, Subscriber, Update, state_root
 
 T = TypeVar("T")
 Tensors = dict[str, Bits]
@@ -128,6 +128,13 @@ class TinyTrainer:
         for tensor in self.state.values():
             tensor.array[self.rng.random(tensor.array.shape) < density] ^= 1
 
+    def publish(self, publisher: Publisher, versions: int = 1, **arguments: Any) -> Published:
+        """A step before each of these versions; the report of the last."""
+        for _ in range(versions):
+            self.step()
+            published = publisher.publish(self.state, **arguments)
+        return published
+
 
 def snapshot(state: State | Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Everything that two equal states share: (dtype, shape, bytes) under every name, copied."""
@@ -172,10 +179,11 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     return update
 
 
-def reach(worker: Subscriber, root: str) -> None:
-    """The newest version is the one with this root."""
+def reach(worker: Subscriber, root: str, version: int | None = None) -> None:
+    """The newest version is the one with this root, and of this number."""
     worker.sync()
     assert worker.root == root
+    assert version in (None, worker.version)
 
 
 def publish_each(publisher: Publisher, states: Iterable[Tensors]) -> None:

@@ -4,12 +4,13 @@ test wants it to."""
 from __future__ import annotations
 
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pulse_rl import Store, open_store
+from pulse_rl import MemoryStore, Store, open_store
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 
@@ -44,6 +45,31 @@ def digest_of(name: str) -> str | None:
     """The SHA-256 that the name of a payload promises."""
     folder, _, last = name.rpartition("/")
     return last.partition(".")[0] if folder.endswith("/payloads") else None
+
+
+class GatedStore(MemoryStore):
+    """Writes of payloads wait while the gate is shut, and say so; it can also be away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.waiting = threading.Event(), threading.Event()
+        self.gate.set()
+        self.away = False
+
+    def put(self, name: str, data: Data) -> None:
+        if "/payloads/" in name and not self.gate.is_set():
+            self.waiting.set()
+            assert self.gate.wait(20)
+        self._reach()
+        super().put(name, data)
+
+    def list(self, *args: Any, **settings: Any) -> Any:
+        self._reach()
+        return super().list(*args, **settings)
+
+    def _reach(self) -> None:
+        if self.away:
+            raise StoreUnavailable("away")
 
 
 class FaultyStore:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.gaps_oracle import Kind
+from tests.support.gaps_oracle import Kind, varint, varint_at
 
 STATES, LOW, SCALE = 64, 1 << 16, 4096
 
@@ -27,24 +27,6 @@ class Head(NamedTuple):
             [self.alphabet, len(self.frequencies), *self.first_classes[1:]]
         )
         return out + b"".join(varint(f) for table in self.frequencies for f in table[1:])
-
-
-def varint(x: int) -> bytes:
-    out = bytearray()
-    while x >= 128:
-        out.append(x & 127 | 128)
-        x >>= 7
-    return bytes([*out, x])
-
-
-def varint_at(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at ``at``, and where it ends."""
-    value = shift = 0
-    while True:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return value, at
 
 
 def read_head(data: bytes) -> tuple[Head, int]:
@@ -80,8 +62,7 @@ def encode(old: list[int], new: list[int], kind: Kind, head: Head) -> bytes:
     for start in reversed(range(0, len(old), STATES)):
         coded = []
         for a, b in zip(old[start : start + STATES], new[start : start + STATES], strict=True):
-            step = (kind.ordered(b) - kind.ordered(a)) % (1 << 8 * kind.width)
-            step -= (1 << 8 * kind.width) if step >> (8 * kind.width - 1) else 0
+            step = kind.step(a, b)
             table = head.table((a >> kind.shift) & kind.mask)
             coded.append((table, *symbol_and_bits(step, head.alphabet, table, kind.width)))
         for piece in (1, 0):
@@ -140,9 +121,7 @@ def decode(data: bytes, old: list[int], kind: Kind) -> list[int]:
                 below = symbols[i] - 2
                 size = 1 << below | bits[i] & (1 << below) - 1
                 step = -size if bits[i] >> below else size
-            new[start + i] = kind.unordered(
-                (kind.ordered(old[start + i]) + step) % (1 << 8 * kind.width)
-            )
+            new[start + i] = kind.stepped(old[start + i], step)
     assert at == len(data)
     assert set(states) == {LOW}
     assert sum(a != b for a, b in zip(old, new, strict=True)) == head.changed

@@ -66,11 +66,9 @@ def test_any_version_is_one_anchor_and_six_links(long: Stream, version: int) -> 
     store, roots = long
     seen: list[Event] = []
     with checkout(store, "s", version=version, threads=1, on_event=seen.append) as found:
-        assert (found.version, found.root, state_root(found.state)) == (
-            version,
-            roots[version],
-            roots[version],
-        )
+        assert found.version == version
+        assert found.root == roots[version]
+        assert state_root(found.state) == roots[version]
     (synced,) = (event for event in seen if isinstance(event, Synced))
     assert [link.startswith("the anchor") for link in synced.links] == [True] + [False] * (
         len(synced.links) - 1
@@ -189,11 +187,10 @@ def test_which_version_it_is(long: Stream, tmp_path: Path) -> None:
         checkout(store, "other")
 
 
-def test_only_trusted_versions_are_checked_out(tmp_path: Path) -> None:
-    key = Signer.generate()
-    with Publisher(tmp_path, stream="s", signer=key) as publisher:
+def test_only_trusted_versions_are_checked_out(tmp_path: Path, signer: Signer) -> None:
+    with Publisher(tmp_path, stream="s", signer=signer) as publisher:
         done = publisher.publish({"w": np.arange(9)})
-    with checkout(tmp_path, "s", root=done.root, trusted_keys=[key.public_key]) as found:
+    with checkout(tmp_path, "s", root=done.root, trusted_keys=[signer.public_key]) as found:
         assert found.version == 0
     with pytest.raises(Untrusted):
         checkout(tmp_path, "s", trusted_keys=[Signer.generate().public_key])

@@ -25,6 +25,7 @@ from tests.support.states import (
     history,
     present,
     publish_each,
+    reach,
     state_root,
 )
 from tests.support.stores import FaultyStore
@@ -291,8 +292,7 @@ def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) 
         for number in (4, 5, 4):
             publisher.publish(states[number], anchor=number == 5)
         assert publisher.publish(states[0]).version == 5
-    worker.sync()
-    assert (worker.version, worker.root) == (5, state_root(states[0]))
+    reach(worker, state_root(states[0]), 5)
 
 
 def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng: Rng) -> None:
@@ -316,8 +316,7 @@ def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng:
         for number in (6, 5, 4, 7, 6, 5):
             publisher.publish(states[number], anchor=True)
         assert publisher.publish(states[4]).version == 8
-    worker.sync()
-    assert (worker.version, worker.root) == (8, state_root(states[4]))
+    reach(worker, state_root(states[4]), 8)
 
 
 def test_a_worker_keeps_the_manifest_of_the_state_that_it_has(rng: Rng) -> None:

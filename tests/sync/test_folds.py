@@ -18,9 +18,7 @@ from tests.support.states import TinyTrainer, present, reach
 def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
     trainer = TinyTrainer()
     publisher = FoldingPublisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
-    for _ in range(versions):
-        trainer.step()
-        publisher.publish(trainer.state)
+    trainer.publish(publisher, versions)
     publisher.wait()
     return trainer
 
@@ -49,28 +47,6 @@ def test_who_is_far_behind_takes_the_folds(background: bool) -> None:
     )
     assert late.root == state_root(trainer.state)
     assert all(report.ok for report in verify_stream(store, "s"))
-
-
-def test_an_update_over_folds_tells_each_change_once() -> None:
-    store, seen = MemoryStore(), []
-    published(store, 6, folds=(4, 16))
-    subscriber = Subscriber(store, stream="s", threads=1, on_event=seen.append)
-    subscriber.sync()
-    live = {name: values.copy() for name, _, values in subscriber.full_update()}
-    trainer = TinyTrainer()
-    publisher = FoldingPublisher(store, stream="s", folds=(4, 16), threads=1)
-    for k in range(20):
-        trainer.step()
-        publisher.publish(trainer.state, metadata={"k": k})
-    publisher.wait()
-    update = present(subscriber.sync())
-    assert any("fold" in link for e in seen if isinstance(e, Synced) for link in e.links)
-    for name, indices, values in update:
-        assert indices is not None
-        assert np.all(np.diff(indices) > 0)
-        live[name][indices] = values
-    for name, tensor in trainer.state.items():
-        np.testing.assert_array_equal(live[name], tensor.array.reshape(-1))
 
 
 def test_a_damaged_fold_is_avoided() -> None:

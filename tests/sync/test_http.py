@@ -64,10 +64,8 @@ def test_an_idle_worker_makes_a_list_each_poll(
 def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> None:
     states = history(rng, 4)
     origin, near = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "near")
-    publisher, relay = (
-        Publisher(origin, stream="policy", threads=1),
-        Relay(origin, near, stream="policy"),
-    )
+    publisher = Publisher(origin, stream="policy", threads=1)
+    relay = Relay(origin, near, stream="policy")
     publisher.publish(states[0])
     relay.sync()
     server = FolderServer(near.root)

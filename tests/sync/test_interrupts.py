@@ -68,22 +68,6 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
     assert reached > (100 if STEP == "opcode" else 15)
 
 
-def test_iterating_to_the_end_acknowledges(rng: Rng, store: MemoryStore) -> None:
-    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
-    state = policy(rng)
-    publisher.publish(state)
-    for _ in subscriber.sync() or ():
-        pass
-    publisher.publish(mutated(rng, state, 0.1))
-    update = present(subscriber.sync())
-    for _ in update:
-        break
-    assert subscriber.sync() is not None, "it was not read to its end"
-    for _ in subscriber.sync() or ():
-        pass
-    assert subscriber.sync() is None
-
-
 def test_nothing_is_taken_for_acknowledged_that_was_not(rng: Rng) -> None:
     """Not by a call, nor by reading `Update.tensors`: the next update has all since the last
     acknowledgment."""

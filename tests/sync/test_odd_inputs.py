@@ -24,28 +24,30 @@ from tests.support.states import Rng, policy
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+WRONG: dict[Callable[..., object], list[dict[str, Any]]] = {
+    Publisher: [
         {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
         {"anchor_ratio": True}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"},
         {"trusted_keys": "key"},
         {"trusted_keys": None}, {"on_event": "print"},
     ],
-    ids=str,
-)  # fmt: skip
-def test_settings_without_sense_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        Publisher(MemoryStore(), stream="policy", **options)
-    assert caught.value.hint
+    Subscriber: [
+        {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5},
+        {"trusted_keys": [1]},
+        {"trusted_keys": []}, {"stream_id": "policy"}, {"stream_id": 7}, {"threads": True},
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "metadata", [0, "", [], {"loss": NAN}, {"step": 1 << 63}, {"x": None}, {1: 1}], ids=str
+    ("kind", "options"), [(kind, of) for kind, wrong in WRONG.items() for of in wrong], ids=str
 )
-def test_metadata_without_sense_is_refused(metadata: Any, rng: Rng) -> None:
-    with pytest.raises(InputError, match="metadata"):
-        Publisher(MemoryStore(), stream="policy").publish(policy(rng), metadata=metadata)
+def test_settings_without_sense_are_refused_at_once(
+    kind: Callable[..., object], options: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        kind(MemoryStore(), stream="policy", **options)
+    assert caught.value.hint
 
 
 def test_versions_and_times_without_sense_are_refused(rng: Rng, store: MemoryStore) -> None:
@@ -58,23 +60,6 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng, store: MemorySto
         next(subscriber.updates(timeout_seconds=NAN))
     with pytest.raises(InputError, match="threads"):
         Subscriber(store, stream="policy", threads=0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5},
-        {"trusted_keys": [1]},
-        {"trusted_keys": []}, {"stream_id": "policy"}, {"stream_id": 7}, {"threads": True},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_of_a_subscriber_without_sense_are_refused_at_once(
-    options: dict[str, Any],
-) -> None:
-    with pytest.raises(InputError) as caught:
-        Subscriber(MemoryStore(), stream="policy", **options)
-    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

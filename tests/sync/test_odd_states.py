@@ -83,6 +83,8 @@ def test_a_new_alias_that_comes_first_makes_no_anchor(rng: Rng) -> None:
     assert publisher.publish(tied(tensor, "a", "b", "c")).changed == 0
     assert publisher.publish(tied(tensor, "c", "b")).changed == 0
     assert Subscriber(store, stream="s").sync().aliases == {"c": "b"}  # type: ignore[union-attr]
+    saved = publisher.publish({"b": tensor})  # as safetensors names it
+    assert (saved.changed, saved.reason) == (0, "")
 
 
 def test_ties_that_change_are_an_anchor_that_says_why(rng: Rng) -> None:
@@ -276,11 +278,14 @@ def test_a_dtype_has_several_names(dtype: Any, rng: Rng) -> None:
     assert (again.root, again.changed) == (root, 0)
 
 
-@pytest.mark.parametrize("dtype", ["F32", "float32", "", 16, torch.float32])
+NONE_TO_COMPUTE_IN = [torch.float32, torch.int8, torch.float8_e4m3fnuz]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "F32", "float32", "I8", "", 16, *NONE_TO_COMPUTE_IN])
 def test_what_is_no_compute_dtype_is_refused(dtype: Any, rng: Rng) -> None:
     with pytest.raises(InputError, match="unknown compute dtype") as caught:
         Publisher(MemoryStore(), stream="s").publish({"w": weights(rng, 3)}, dtype=dtype)
-    assert "BF16" in caught.value.hint
+    assert "BF16, F16, F8_E4M3, F8_E5M2, bfloat16, float16" in caught.value.hint
 
 
 def test_other_versions_of_a_wide_state_are_patches(rng: Rng) -> None:

@@ -94,55 +94,33 @@ after = pytest.mark.parametrize("after", [False, True], ids=["before", "reply-lo
     ],
     ids=OPTIONS,
 )
-@pytest.mark.parametrize("again", ["same", "next"])
+@pytest.mark.parametrize("again", ["same", "next", "other tensors", "the first"])
 @publishers
 def test_publish_at_every_call(
     warm: bool, again: str, options: Options, after: bool, rng: Rng
 ) -> None:
-    """Then with the same state again (a retry) or with the next one (a trainer that goes on)."""
+    """Then with the same state again (a retry) or with the next one (a trainer that goes on), which
+    may be of another set of tensors; and where nothing was published before."""
     states = history(rng, 4, elements=1000)
+    if again == "other tensors":
+        states[2] |= {"more": bits(rng, "F16", 9)}
+        states[3] = mutated(rng, states[2])
     last = states[2] if again == "same" else states[3]
+    before = states[:2] if again != "the first" else []
     ready: dict[str, Publisher] = {}
 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         publisher = tuned(store, stream="policy", threads=1, **options)
-        publish_each(publisher, states[:2])
+        publish_each(publisher, before)
         if not warm:
             publisher = tuned(store, stream="policy", threads=1, **options)
         ready["publisher"] = publisher
         return store
 
-    for store in every_call(setup, after, least=2 if warm else 6):
+    for store in every_call(setup, after, least=(2 if warm else 6) if before else 3):
         published = try_then_go_on(store, ready["publisher"], states[2], last)
-        assert_nothing_lost(store, published | dict(enumerate(roots(states[:2]))), last)
-
-
-@after
-def test_the_first_publish_at_every_call(after: bool, rng: Rng) -> None:
-    states = history(rng, 2, elements=1000)
-    for store in every_call(lambda: FaultyStore(MemoryStore()), after, least=3):
-        publisher = Publisher(store, stream="policy", threads=1)
-        assert_nothing_lost(store, try_then_go_on(store, publisher, *states), states[1])
-
-
-@after
-def test_publishing_another_set_of_tensors_at_every_call(after: bool, rng: Rng) -> None:
-    states = history(rng, 2, elements=1000)
-    states += [states[1] | {"more": bits(rng, "F16", 9)}]
-    states += [mutated(rng, states[2])]
-    ready: dict[str, Publisher] = {}
-
-    def setup() -> FaultyStore:
-        store = FaultyStore(MemoryStore())
-        ready["publisher"] = Publisher(store, stream="policy", threads=1)
-        publish_each(ready["publisher"], states[:2])
-        return store
-
-    for store in every_call(setup, after, least=2):
-        assert_nothing_lost(
-            store, try_then_go_on(store, ready["publisher"], *states[2:]), states[3]
-        )
+        assert_nothing_lost(store, published | dict(enumerate(roots(before))), last)
 
 
 def test_a_publish_that_failed_reports_nothing_and_can_be_repeated_for_long(rng: Rng) -> None:

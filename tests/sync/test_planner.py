@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.errors import ChainGap
@@ -19,52 +17,7 @@ def link(base: int | None, version: int, nbytes: int = 1) -> Link:
     return Link(base, version, nbytes, (Payload(f"{nbytes:064x}", nbytes),))
 
 
-def steps(path: list[Link]) -> list[tuple[int | None, int]]:
-    return [(x.base, x.version) for x in path]
-
-
 CHAIN = [link(None, 0, 100), *(link(k, k + 1) for k in range(9))]
-
-
-def test_a_newcomer_takes_the_anchor_and_the_chain() -> None:
-    assert steps(cheapest_path(CHAIN, None, 3)) == [(None, 0), (0, 1), (1, 2), (2, 3)]
-
-
-def test_a_follower_takes_the_chain() -> None:
-    assert steps(cheapest_path(CHAIN, 7, 9)) == [(7, 8), (8, 9)]
-
-
-def test_being_there_takes_nothing() -> None:
-    assert cheapest_path(CHAIN, 5, 5) == []
-    assert cheapest_path([], 5, 5) == []
-
-
-def test_the_later_anchor_is_taken() -> None:
-    links = [*CHAIN, link(None, 6, 100)]
-    assert steps(cheapest_path(links, None, 8)) == [(None, 6), (6, 7), (7, 8)]
-    assert steps(cheapest_path(links, None, 5))[0] == (None, 0)
-
-
-def test_a_fold_is_taken_where_it_costs_less() -> None:
-    links = [*CHAIN, link(0, 8, 5)]
-    assert steps(cheapest_path(links, 0, 9)) == [(0, 8), (8, 9)]
-    assert steps(cheapest_path([*CHAIN, link(0, 8, 9)], 0, 8)) == steps(CHAIN[1:9])
-    assert steps(cheapest_path(links, 4, 9)) == [(k, k + 1) for k in range(4, 9)]
-
-
-def test_an_anchor_cheaper_than_a_long_chain_is_taken() -> None:
-    links = [*(link(k, k + 1, 50) for k in range(9)), link(None, 0, 100), link(None, 9, 120)]
-    assert steps(cheapest_path(links, 0, 9)) == [(None, 9)]
-    assert steps(cheapest_path(links, 8, 9)) == [(8, 9)]
-
-
-def test_going_back_takes_an_anchor() -> None:
-    assert steps(cheapest_path(CHAIN, 9, 2)) == [(None, 0), (0, 1), (1, 2)]
-
-
-def test_the_order_of_the_links_does_not_matter() -> None:
-    for order in itertools.permutations([link(None, 0), link(0, 1), link(1, 2), link(0, 2, 5)]):
-        assert steps(cheapest_path(order, None, 2)) == [(None, 0), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +69,7 @@ def graphs(draw: st.DrawFn) -> list[Link]:
     return found
 
 
+@settings(max_examples=10 * settings.default.max_examples)
 @given(graphs(), st.one_of(st.none(), st.integers(0, 6)), st.integers(0, 6))
 def test_paths_are_as_cheap_as_by_brute_force(
     links: list[Link], have: int | None, target: int

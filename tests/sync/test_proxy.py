@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,16 +58,20 @@ def through(proxy: Proxy, prefix: str, *, retries: int = 2, timeout_ms: int = 50
     )
 
 
-def publish_until_committed(publisher: Publisher, state: Tensors, **metadata: Any) -> int:
-    """What a trainer does: a publish that finds the store away is repeated. The number of failed
+def repeated(call: Callable[[], object]) -> int:
+    """What a program does: a call that finds the store away is repeated. The number of failed
     calls."""
-    for failures in range(5):
+    for failures in range(6):
         try:
-            publisher.publish(state, metadata=metadata)
+            call()
         except StoreUnavailable:
             continue
         return failures
     raise AssertionError("the store was away for too long")
+
+
+def publish_until_committed(publisher: Publisher, state: Tensors, **metadata: Any) -> int:
+    return repeated(lambda: publisher.publish(state, metadata=metadata))
 
 
 def check(direct: Store, states: list[Tensors], seen: dict[int, int]) -> None:
@@ -128,20 +132,16 @@ def test_ones_own_create_is_told_from_anothers(
     both."""
     store, direct = through(proxy, prefix), s3_store(s3, prefix)
     proxy.add(Rule(action, "PUT", "/mine$"))
-    for _ in range(2):
-        try:
-            assert create_or_confirm(store, "a/mine", b"mine")
-        except StoreUnavailable:
-            continue
-        break
+
+    def is_mine(name: str) -> bool:
+        found: list[bool] = []
+        assert repeated(lambda: found.append(create_or_confirm(store, name, b"mine"))) < 2
+        return found[0]
+
+    assert is_mine("a/mine")
     assert direct.get("a/mine") == b"mine"
     proxy.add(Rule(action, "PUT", "/theirs$", before=lambda: direct.put_new("a/theirs", b"theirs")))
-    for _ in range(2):
-        try:
-            assert not create_or_confirm(store, "a/theirs", b"mine")
-        except StoreUnavailable:
-            continue
-        break
+    assert not is_mine("a/theirs")
     assert direct.get("a/theirs") == b"theirs"
     with pytest.raises(AlreadyExists):
         store.put_new("a/theirs", b"mine")
@@ -182,16 +182,6 @@ def test_a_lost_claim_is_one_epoch(s3: str, proxy: Proxy, prefix: str, rng: Rng)
     assert 2 <= epochs <= 3, "a claim whose reply was lost to the publisher itself is claimed anew"
 
 
-def sync_until_done(subscriber: Subscriber) -> int:
-    for failures in range(6):
-        try:
-            subscriber.sync()
-        except StoreUnavailable:
-            continue
-        return failures
-    raise AssertionError("the store was away for too long")
-
-
 @pytest.mark.parametrize(
     ("action", "retries"),
     [
@@ -220,7 +210,7 @@ def test_any_broken_request_of_a_sync_is_survived(
             proxy, prefix, retries=retries, timeout_ms=400 if action == "stall" else 5000
         )
         subscriber = Subscriber(store, stream="policy", base=states[0], threads=1)
-        failures = sync_until_done(subscriber)
+        failures = repeated(subscriber.sync)
         assert (subscriber.version, subscriber.root) == (1, state_root(states[1]))
         failed += failures
         if not rule.fired:

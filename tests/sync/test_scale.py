@@ -22,7 +22,7 @@ from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
 from tests.support.manifests import FULL
 from tests.support.publishers import FoldingPublisher, took_over
-from tests.support.states import reach
+from tests.support.states import present, reach
 
 pytestmark = pytest.mark.slow
 
@@ -131,8 +131,7 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None
             subscriber = Subscriber(store, stream="s", threads=1)
             subscriber.sync(head - behind)
             store.reset()
-            subscriber.sync()
-            assert (subscriber.version, subscriber.root) == (head, root_of(head))
+            reach(subscriber, root_of(head), head)
             assert store.count["listed"] == behind + 1, (
                 "its own version, too: a sign that the stream is still there"
             )
@@ -171,8 +170,7 @@ def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(
     store = streams[10_000]
     store.reset()
     publisher = Publisher(store, stream="s", threads=1)
-    head = publisher.head()
-    assert head is not None
+    head = present(publisher.head())
     assert head.version == 9999
     since_anchor = 9999 % ANCHOR_EVERY + 1
     took_over(publisher, cycle()[0][9999 % CYCLE])
@@ -191,8 +189,7 @@ def test_a_late_joiner_takes_the_logarithm_of_fetches(
     seen: list[Any] = []
     newcomer = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     store.reset()
-    newcomer.sync()
-    assert (newcomer.version, newcomer.root) == (head, root_of(head))
+    reach(newcomer, root_of(head), head)
     since_anchor = head % ANCHOR_EVERY
     most = since_anchor // 64 + 4 * 7
     assert len(seen[-1].links) <= most + 1

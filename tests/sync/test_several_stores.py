@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    Store,
-    Subscriber,
-    Update,
-    state_root,
-)
+from pulse_rl import MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
@@ -268,8 +259,7 @@ def test_only_the_origin_says_that_a_stream_is_another_one(fleet: Fleet) -> None
         careful.sync()
     assert careful.version == 2
     for worker in (willing, fleet.worker(patience_seconds=0)):
-        worker.sync()
-        assert (worker.version, worker.root) == (0, root)
+        reach(worker, root, 0)
         assert worker.sync() is None
         assert worker.root == root
     pinned = fleet.worker(patience_seconds=0, stream_id=careful.stream_id)
@@ -365,8 +355,7 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(fleet: Fleet) -> Non
     with pytest.raises(StoreUnavailable):
         worker.sync()
     assert worker.version == 2
-    worker.sync()
-    assert (worker.version, worker.root) == (0, root)
+    reach(worker, root, 0)
 
 
 def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(

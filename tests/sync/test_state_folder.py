@@ -19,7 +19,18 @@ from pulse_rl._util.threads import armed
 from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull, StoreUnavailable
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress, Synced
 from tests.support.publishers import tuned
-from tests.support.states import Rng, Tensors, all_dtypes, history, mutated, policy, roots, weights
+from tests.support.states import (
+    Rng,
+    Tensors,
+    all_dtypes,
+    history,
+    mutated,
+    policy,
+    present,
+    reach,
+    roots,
+    weights,
+)
 from tests.support.stores import FaultyStore
 
 
@@ -172,10 +183,8 @@ def test_a_first_sync_goes_on_where_it_was_broken_off(
     ]
     assert 3 * BIG < broken.read < 10 * BIG
     assert broken.read <= synced.fetched_bytes < broken.read + 2 * BIG
-    assert (done[-1].done, done[-1].total) == (
-        done[-1].total,
-        sum(each.array.nbytes for each in broken.state.values()),
-    )
+    assert done[-1].done == done[-1].total
+    assert done[-1].total == sum(each.array.nbytes for each in broken.state.values())
     assert len([*(place.folder / "s").glob("state-*")]) == 1
 
 
@@ -345,8 +354,7 @@ def test_what_the_disk_changes_meanwhile_is_restored(rng: Rng, place: Place, han
     ):
         for state in states[:2]:
             publisher.publish(state)
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             if hand_out != "several":
                 update.acknowledge()
             del update
@@ -362,8 +370,7 @@ def test_what_the_disk_changes_meanwhile_is_restored(rng: Rng, place: Place, han
         else:
             newest = 2
             publisher.publish(states[2])
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             assert update.full
         if update is not None:
             expected = State.of(states[newest])
@@ -407,8 +414,7 @@ def test_a_stream_that_is_recreated_meanwhile_takes_the_place_of_the_old_one(
         shutil.rmtree(place.folder / "store")
         other = history(rng, 3)
         place.publish(*other)
-        worker.sync()
-        assert worker.root == roots(other)[2]
+        reach(worker, roots(other)[2])
     assert place.sync() == roots(other)[2]
     assert place.not_used() == []
 
@@ -485,8 +491,7 @@ def test_a_second_user_is_refused(rng: Rng, place: Place) -> None:
         # What was closed may be used by others, and by the same object again.
         worker.close()
         assert place.sync() == roots(states)[1]
-        worker.sync()
-        assert worker.root == roots(states)[1]
+        reach(worker, roots(states)[1])
 
 
 def full(*_: object) -> None:

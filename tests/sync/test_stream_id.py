@@ -47,6 +47,11 @@ def published(states: list[Tensors], signer: Signer | None = None, store: Any = 
     return store
 
 
+def trusting(store: Any, signer: Signer, seen: list[Event]) -> Subscriber:
+    keys = [signer.public_key]
+    return Subscriber(store, stream="policy", trusted_keys=keys, on_event=seen.append)
+
+
 def wipe(store: MemoryStore, folder: str = "policy") -> None:
     for name in names(store, folder):
         store.delete(name)
@@ -86,9 +91,7 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng, signer: Signer
     store = published(states[:2], signer)
     events: list[Event] = []
     live = Live()
-    worker = Subscriber(
-        store, stream="policy", trusted_keys=[signer.public_key], on_event=events.append
-    )
+    worker = trusting(store, signer, events)
     live.apply(worker.sync())
     for name in names(earlier, "policy/versions")[2:]:
         store.put(name, earlier.get(name))
@@ -119,8 +122,7 @@ def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng, signer: Signer) ->
     worker = Subscriber(
         store, stream="policy", trusted_keys=[signer.public_key], stream_id=stream_id
     )
-    worker.sync()
-    assert (worker.version, worker.root) == (1, state_root(states[1]))
+    reach(worker, state_root(states[1]), 1)
     with pytest.raises(InputError, match="not a stream ID"):
         Subscriber(store, stream="policy", stream_id="policy")
     with pytest.raises(InputError, match="allow_recreated"):
@@ -293,9 +295,7 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> No
             fold_stream(store, "policy", (8,), signer=tool, trusted_keys=[signer.public_key])
         ) == [(0, 8)]
         told: list[Event] = []
-        worker = Subscriber(
-            store, stream="policy", trusted_keys=[signer.public_key], on_event=told.append
-        )
+        worker = trusting(store, signer, told)
         worker.sync(target=0)
         assert worker.sync() is not None
         assert worker.root == state_root(states[-1])
@@ -305,18 +305,14 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> No
                 store.delete(name)
     assert list(fold_stream(store, "policy", (8,), signer=signer)) == [(0, 8)]
     seen: list[Event] = []
-    worker = Subscriber(
-        store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
-    )
+    worker = trusting(store, signer, seen)
     worker.sync(target=0)
     worker.sync()
     assert "the fold 0->8" in seen[-1].links  # type: ignore[union-attr]
     (link,) = [name for name in names(store, "policy/links") if "-anchor-" not in name]
     moved = link.replace("000000000008-000000000000", "000000000009-000000000001")
     store.put(moved, store.get(link))
-    worker = Subscriber(
-        store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
-    )
+    worker = trusting(store, signer, seen)
     worker.sync(target=1)
     reach(worker, state_root(states[-1]))
     refused = [event for event in seen if isinstance(event, FallbackUsed)]
@@ -349,8 +345,9 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
     published(states[2:], signer, store)
     with pytest.raises(StreamRecreated):
         worker.sync()
-    anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    reach(anew, state_root(states[2]))
+    reach(
+        Subscriber(store, stream="policy", trusted_keys=[signer.public_key]), state_root(states[2])
+    )
 
 
 def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:

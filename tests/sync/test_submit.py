@@ -15,34 +15,14 @@ import pytest
 
 from pulse_rl import Bits, MemoryStore, Published, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import ConcurrentUse, InputError, PublisherConflict, StoreUnavailable
-from pulse_rl.store import Data
 from tests.support.publishers import FoldingPublisher
 from tests.support.states import Rng, Tensors, history, mutated, policy, present, roots
-from tests.support.stores import FaultyStore
-
-
-class SlowStore(MemoryStore):
-    """Every write of a payload waits for the gate, once it is shut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.waiting = threading.Event()
-        self.away = False
-
-    def put(self, name: str, data: Data) -> None:
-        if "/payloads/" in name:
-            self.waiting.set()
-            assert self.gate.wait(20)
-        if self.away:
-            raise StoreUnavailable("away")
-        super().put(name, data)
+from tests.support.stores import FaultyStore, GatedStore
 
 
 @pytest.fixture
-def slow() -> Iterator[SlowStore]:
-    store = SlowStore()
+def slow() -> Iterator[GatedStore]:
+    store = GatedStore()
     yield store
     store.gate.set()
 
@@ -53,7 +33,7 @@ def overwrite(tensors: Tensors) -> None:
         bits.array.reshape(-1)[:] ^= 1
 
 
-def test_the_state_may_change_as_soon_as_it_is_taken(slow: SlowStore, rng: Rng) -> None:
+def test_the_state_may_change_as_soon_as_it_is_taken(slow: GatedStore, rng: Rng) -> None:
     states = history(rng, 4)
     expected = roots(states)
     with Publisher(slow, stream="policy") as publisher:
@@ -107,7 +87,7 @@ def test_it_is_the_same_stream_as_that_of_publish(rng: Rng) -> None:
     assert seen[0] == seen[1]
 
 
-def test_there_is_room_for_one_more_and_the_next_waits(slow: SlowStore, rng: Rng) -> None:
+def test_there_is_room_for_one_more_and_the_next_waits(slow: GatedStore, rng: Rng) -> None:
     states = history(rng, 3)
     publisher = Publisher(slow, stream="policy")
     slow.gate.clear()
@@ -121,7 +101,7 @@ def test_there_is_room_for_one_more_and_the_next_waits(slow: SlowStore, rng: Rng
     publisher.close()
 
 
-def test_the_one_that_waits_can_be_replaced(slow: SlowStore, rng: Rng) -> None:
+def test_the_one_that_waits_can_be_replaced(slow: GatedStore, rng: Rng) -> None:
     states = history(rng, 4)
     with Publisher(slow, stream="policy") as publisher:
         slow.gate.clear()
@@ -140,7 +120,7 @@ def test_the_one_that_waits_can_be_replaced(slow: SlowStore, rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "cancelled"])
-def test_versions_that_are_given_up_hold_no_memory(how: str, slow: SlowStore, rng: Rng) -> None:
+def test_versions_that_are_given_up_hold_no_memory(how: str, slow: GatedStore, rng: Rng) -> None:
     """Whatever the number of steps that a slow store misses: a state in flight, and one that
     waits."""
     state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 20, dtype=np.uint16), "BF16")}
@@ -189,7 +169,7 @@ def test_an_error_nobody_asked_for_surfaces_at_the_next_call(call: str, rng: Rng
     publisher.close()
 
 
-def test_of_two_errors_none_is_lost(slow: SlowStore, rng: Rng) -> None:
+def test_of_two_errors_none_is_lost(slow: GatedStore, rng: Rng) -> None:
     publisher = Publisher(slow, stream="policy")
     publisher.publish(policy(rng))
     slow.gate.clear()
@@ -261,7 +241,7 @@ def test_casts_metadata_and_wrong_arguments(rng: Rng, store: MemoryStore) -> Non
     assert np.any(worker.state.read("w"))
 
 
-def test_two_threads_are_refused(slow: SlowStore, rng: Rng) -> None:
+def test_two_threads_are_refused(slow: GatedStore, rng: Rng) -> None:
     states = history(rng, 3)
     publisher = Publisher(slow, stream="policy")
     slow.gate.clear()

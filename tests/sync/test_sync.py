@@ -33,7 +33,6 @@ from tests.support.states import (
     mutated,
     policy,
     present,
-    publish_each,
     reach,
     roots,
     snapshot,
@@ -43,6 +42,7 @@ from tests.support.states import (
 from tests.support.stores import FaultyStore, names, s3_store
 
 counter = itertools.count()
+NAN = float("nan")
 
 
 @pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.slow)])
@@ -91,28 +91,6 @@ def test_a_worker_follows_every_version(any_store: Store | str, rng: Rng) -> Non
     assert_whole(any_store, states)
 
 
-def test_an_update_over_several_versions_is_merged(rng: Rng, store: MemoryStore) -> None:
-    """One change an element, with the newest bits, also for what changed twice or back again."""
-    states = history(rng, 2, density=0.1)
-    states += [mutated(rng, states[1], 0.1), states[1], mutated(rng, states[0], 0.2)]
-    publisher, subscriber, live = (
-        Publisher(store, stream="policy"),
-        Subscriber(store, stream="policy"),
-        Live(),
-    )
-    publisher.publish(states[0])
-    live.apply(subscriber.sync())
-    publish_each(publisher, states[1:])
-    update = present(subscriber.sync())
-    assert (update.previous, update.version, update.full) == (0, 4, False)
-    for name, indices, values in update:
-        assert indices is not None
-        assert (np.diff(indices) > 0).all()
-        np.testing.assert_array_equal(values, states[-1][name].array.reshape(-1)[indices])
-    live.apply(update)
-    assert live.root == state_root(states[-1])
-
-
 def test_a_target_between_is_reached_and_never_left_backwards(rng: Rng) -> None:
     states = history(rng, 5)
     store, _ = published(states)
@@ -142,12 +120,10 @@ def test_what_published_tells(rng: Rng) -> None:
     assert first.ratio == 20_000 / first.anchor_bytes < 1, "its header is on top"
     assert f"{first.density:.1%} {first.ratio:.1f}" == "100.0% 1.0", "figures that print"
     assert first.anchored
-    assert (second.elements, second.dense_bytes, second.changed, second.density) == (
-        10_000,
-        20_000,
-        100,
-        0.01,
-    )
+    assert second.elements == 10_000
+    assert second.dense_bytes == 20_000
+    assert second.changed == 100
+    assert second.density == 0.01
     assert second.ratio == 20_000 / second.patch_bytes > 30
     assert not second.anchored
     stored = {n: store.head(n).nbytes for n in names(store, "policy/payloads")}
@@ -232,11 +208,9 @@ def test_another_set_of_tensors_starts_anew_with_an_anchor(change: Any, rng: Rng
     states.append(change(states[-1], rng))
     states.append(mutated(rng, states[-1]))
     store = MemoryStore()
-    publisher, subscriber, live = (
-        Publisher(store, stream="policy"),
-        Subscriber(store, stream="policy"),
-        Live(),
-    )
+    publisher = Publisher(store, stream="policy")
+    subscriber = Subscriber(store, stream="policy")
+    live = Live()
     for version, state in enumerate(states):
         done = publisher.publish(state)
         update = subscriber.sync()
@@ -312,10 +286,11 @@ def test_metadata_travels_with_its_version(rng: Rng, store: MemoryStore) -> None
         assert (head.version, head.metadata) == (version, facts)
 
 
+REWARDS = [NAN, float("inf"), None, [1], {"a": 1}, np.float32("nan"), object(), "\ud800", b"x"]
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [float("nan"), float("inf"), None, [1], {"a": 1}, np.float32("nan"), object(), "\ud800", b"x"],
-    ids=lambda v: type(v).__name__,
+    "wrong", [0, "", [], {"step": 1 << 63}, {1: 1}, *({"reward": reward} for reward in REWARDS)]
 )
 def test_metadata_that_cannot_be_stored_is_refused_before_anything_is(wrong: Any, rng: Rng) -> None:
     """A reward is NaN sooner or later: the caller must learn that it is the metadata."""
@@ -325,7 +300,7 @@ def test_metadata_that_cannot_be_stored_is_refused_before_anything_is(wrong: Any
     publisher.publish(states[0])
     store.calls.clear()
     with pytest.raises(InputError, match="metadata"):
-        publisher.publish(states[1], metadata={"reward": wrong})
+        publisher.publish(states[1], metadata=wrong)
     assert [call for call, _ in store.calls if call.startswith("put")] == []
     assert publisher.publish(states[2]).version == 1
     assert_whole(store, [states[0], states[2]])

@@ -19,6 +19,7 @@ from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTens
 from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, followed, gathered, local, policy, require_equal, step
+from tests.support.states import present
 from tests.support.trainers import Trainer, all_pass, together
 
 pytestmark = pytest.mark.slow
@@ -61,8 +62,7 @@ def followed_for(
             if trainer.rank == trainer.size - 1:
                 require_equal(followed(store), expected, done[-1])
             if live and not settings:
-                update = watcher.sync()
-                assert update is not None
+                update = present(watcher.sync())
                 apply_(live, update)
                 assert all(
                     torch.equal(bits(local(live[name])), bits(local(now[name]))) for name in live

@@ -66,10 +66,8 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
         update = present(reader.sync(after))
         for tensor in update.tensors:
             flat = first[tensor.spec.name].reshape(-1)
-            old, new = (
-                sharded_stream.states[before][tensor.spec.name],
-                sharded_stream.states[after][tensor.spec.name],
-            )
+            old = sharded_stream.states[before][tensor.spec.name]
+            new = sharded_stream.states[after][tensor.spec.name]
             changed = torch.nonzero(old.reshape(-1) != new.reshape(-1)).reshape(-1)
             assert tensor.indices is not None
             assert set(changed.tolist()) <= set(tensor.indices.tolist())

@@ -134,10 +134,8 @@ class StandIn:
         )
         success, message = update(original, self, [], body["load_format"])
         if success and body["flush_cache"] and not self.flush():
-            success, message = (
-                False,
-                "Weights were updated, but the cache was not flushed because ...",
-            )
+            success = False
+            message = "Weights were updated, but the cache was not flushed because ..."
         return told(success, message)
 
     def end_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:

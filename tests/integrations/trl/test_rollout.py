@@ -16,6 +16,7 @@ from pulse_rl import Subscriber
 from pulse_rl.engines.rollouts import Rollout
 from pulse_rl.errors import EngineUnavailable, InputError
 from pulse_rl.frameworks.trl import PulseRollout, pulse_rollout
+from tests.support.states import present
 
 from .server import PretendedServer
 
@@ -111,8 +112,7 @@ def test_a_version_a_step_and_a_completion_a_prompt(
     assert server.tag == "2"
     assert server.handle is not None
     assert server.handle.closed
-    update = Subscriber(str(tmp_path), stream="policy").sync()
-    assert update is not None
+    update = present(Subscriber(str(tmp_path), stream="policy").sync())
     assert update.metadata == {"step": 2, "epoch": 0.0}
 
 
@@ -167,10 +167,8 @@ def test_an_evaluation_outside_of_a_training_leaves_nothing_open(
 def test_at_the_end_an_error_is_said_and_nothing_is_lost(
     server: PretendedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, rollout = (
-        trainer(),
-        pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600),
-    )
+    made = trainer()
+    rollout = pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600)
     rollout(["a"], made)
     server.errors = [EngineUnavailable("gone")] * 9
     made.state.global_step = 1
@@ -219,11 +217,9 @@ def test_each_completion_is_recorded_with_its_weights_and_seed(
     assert [each.weights[0].version for each in found] == [0, 0, 1]
     assert found[2].weights[0].root == rollout.published.root if rollout.published else False
     assert [each.prompt_token_ids for each in found] == [(97,), (97,), (98,)]
-    assert (found[0].token_ids, found[0].logprobs, found[0].engine_version) == (
-        (0, 7),
-        (-0.5, None),
-        "0.32.0",
-    )
+    assert found[0].token_ids == (0, 7)
+    assert found[0].logprobs == (-0.5, None)
+    assert found[0].engine_version == "0.32.0"
     assert "seed" not in found[0].sampling
     assert sorted(request["seed"] for request in server.requests) == sorted(
         each.seed or 0 for each in found

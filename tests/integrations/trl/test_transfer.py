@@ -21,6 +21,7 @@ from pulse_rl.errors import (
     StoreUnavailable,
 )
 from pulse_rl.frameworks.trl import PulseWeightTransfer
+from tests.support.states import present
 
 from .server import PretendedServer
 
@@ -51,8 +52,7 @@ def test_weights_are_published_in_the_server_s_dtype_and_made_live(
     synced(transfer)
     expected = {"a.weight": WEIGHTS["a.weight"].bfloat16(), "b": WEIGHTS["b"]}
     subscriber = Subscriber(str(tmp_path), stream="policy")
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert update.metadata == {"sync": 1}
     assert state_root(subscriber.state) == state_root(expected)
     assert server.tag == "0"
