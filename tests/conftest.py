@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pulse_rl import MemoryStore, Signer
+from pulse_rl._util.retry import RETRY_SECONDS, Patience
 from tests.support.commands import Pulse
 from tests.support.stores import FaultyStore
 
@@ -54,6 +55,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts background jobs so; the tests that interrupt themselves need Python's own
     # handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def brief_retries() -> Iterator[None]:
+    """Stores repeat what fails for a second, where a test does not say for how long."""
+    make = Patience.__init__
+
+    def brief(self: Patience, store: str, seconds: float) -> None:
+        make(self, store, 1.0 if seconds == RETRY_SECONDS else seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Patience, "__init__", brief)
+        yield
 
 
 # Files whose tests are all slow.

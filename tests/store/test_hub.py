@@ -118,7 +118,9 @@ def test_an_endpoint_holds_no_call_for_long(tmp_path: Path) -> None:
         (lambda r: send(r, 302, Location="http://[x"), StoreUnavailable),
     ):
         with serving(answer) as url:
-            store = HubStore("hf://team/policy", endpoint=url, timeout_seconds=0.2)
+            store = HubStore(
+                "hf://team/policy", endpoint=url, timeout_seconds=0.2, retry_timeout=0.2
+            )
             if outcome is None:
                 assert list(store.list("")) == []
                 with pytest.raises(StoreError, match="how long"):

@@ -33,7 +33,11 @@ def unreachable_store(**keys: str) -> Store:
     retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
     return open_store(
-        "s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options
+        "s3://bucket/x",
+        endpoint=f"http://127.0.0.1:{port}",
+        retry_timeout=0.1,
+        **(KEYS | keys),
+        **options,
     )
 
 

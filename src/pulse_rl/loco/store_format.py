@@ -5,6 +5,7 @@ nothing."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import struct
@@ -28,6 +29,7 @@ from .outer import OuterState
 from .parameters import Floats
 from .wire import Entries
 
+_log = logging.getLogger("pulse_rl")
 FORMAT = 1
 MAX_TRAINERS = 1024
 MAX_CLOSE_BYTES = 512 * MAX_TRAINERS
@@ -367,6 +369,7 @@ class RunStore:
         self.signer, self.trusted = signer, trusted
         self._store, self._state = store, state
         self._first_pieces: set[str] = set()
+        self._left_objects = False
 
     def beginning(self) -> dict[str, Any]:
         """What the run began with."""
@@ -466,15 +469,25 @@ class RunStore:
             return
         fields = {"run": self.run, **self._put_state(number)}
         self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self.signer))
-        # Of the rounds up to the snapshot before that one nobody needs a message any more, nor
-        # sums. What closed them stays: a round is never closed a second time.
+        # A member that may not delete, or finds the store away, trains on: others clean up.
+        try:
+            self._clean(before, pieces_of(fields) | pieces_of(kept) | self._first_pieces)
+        except StoreError as error:
+            if not self._left_objects:
+                _log.warning("old objects of the run are left: %s (%s)", error, error.hint)
+            self._left_objects = True
+
+    def _clean(self, before: int, needed: set[str]) -> None:
+        """Deletes the posts, sums and snapshots that are older than the snapshot of ``before``
+        rounds, but for the ``needed`` pieces."""
+        # Nobody needs a message of those rounds any more, nor sums. What closed them stays: a round
+        # is never closed a second time.
         for folder in (_POSTS, _SUMS):
             for info in islice(self._store.list(folder), _MAX_LEFT):
                 of = info.name.split("/")[2]
                 if of.isdecimal() and int(of) < before:
                     self._store.delete(info.name)
         # Nor the snapshots before it, but the run's first. Pieces may be of several.
-        needed = pieces_of(fields) | pieces_of(kept) | self._first_pieces
         for older, its in self.snapshots(before):
             for piece in sorted(pieces_of(its) - needed):
                 self._store.delete(f"{_PIECES}/{piece}")

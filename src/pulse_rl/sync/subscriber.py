@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from .._util.retry import LONGEST_POLL, pause
+from .._util.retry import LONGEST_POLL, Outage, pause
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -341,26 +341,42 @@ class Subscriber(Closing, NotCopyable):
     ) -> Iterator[Update]:
         """Yield updates as versions appear.
 
-        Asking for the next update acknowledges the one before.
+        Asking for the next update acknowledges the one before. An error that may pass
+        (`PulseError.retryable`) ends nothing: the log says when it begins and when it ends.
 
         Args:
-            poll_seconds: Seconds between two polls (see `wait_for_new`). Default: 1.
-            timeout_seconds: End when no version has appeared for this time. Default: never.
+            poll_seconds: Seconds between two polls (see `wait_for_new`), and up to 4 after an
+                error. Default: 1.
+            timeout_seconds: End when no version has appeared for this time, or raise the error that
+                prevented it. Default: never.
             progress: As for `sync`.
-        Raises: InputError, and what `sync` raises.
+        Raises: InputError, and what `sync` raises that is not retryable.
         """
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         if timeout_seconds is not None:
             checked_number("timeout_seconds", timeout_seconds)
         timeout = math.inf if timeout_seconds is None else timeout_seconds
+        outage = Outage(f"stream {self.stream.name!r}")
         while True:
-            if (update := self.sync(progress=progress)) is not None:
+            wait, failure = poll_seconds, None
+            try:
+                update = self.sync(progress=progress)
+                outage.ended()
+            except PulseError as error:
+                if not error.retryable:
+                    raise
+                update, failure = None, error
+                outage.failed(error)
+                wait = max(wait, min(10 * wait, 4.0))
+            if update is not None:
                 yield update
                 update.acknowledge()
                 last = time.monotonic()
             elif (left := timeout - (time.monotonic() - last)) > 0:
-                self.wait_for_new(poll_seconds, left)
+                self.wait_for_new(wait, left)
+            elif failure is not None:
+                raise failure
             else:
                 return
 
