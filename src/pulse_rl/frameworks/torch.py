@@ -415,9 +415,8 @@ def write_group(group: Sequence[Scatter], launch: Launch) -> None:
     position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
     value = np.dtype(f"u{flats[0].element_size()}")
     sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
-    ends = list(
-        accumulate(size + -size % LINE for size in sizes)
-    )  # aligned alike, which Triton compiles for
+    # Aligned alike, which Triton compiles for.
+    ends = list(accumulate(size + -size % LINE for size in sizes))
     host = page_locked(ends[-1])
     host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
     indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)

@@ -304,9 +304,8 @@ class Parameters:
     def first_non_finite(self, flat: Floats) -> str | None:
         """The name of the first parameter with a value that is not finite (`is_finite`), None
         without one."""
-        for block in (
-            self.blocks
-        ):  # a block at a time: temporaries of the whole would cost more than the check
+        # A block at a time: temporaries of the whole would cost more than the check.
+        for block in self.blocks:
             finite = is_finite(block.of(flat))
             if not finite.all():
                 return self.name_at(block.start + int(np.argmin(finite)))

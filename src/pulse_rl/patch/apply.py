@@ -160,9 +160,8 @@ def difference(old: State, new: State) -> StateChanges:
     """The changes from ``old`` to ``new``, two states of the same tensors."""
     changes = {}
     for spec in new.specs:
-        indices = np.flatnonzero(
-            old.read(spec.name) != new.read(spec.name)
-        )  # int64: a tensor may have more than 2^32 elements
+        # int64: a tensor may have more than 2^32 elements.
+        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))
         if len(indices):
             changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes

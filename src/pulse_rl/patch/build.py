@@ -26,10 +26,8 @@ from .tree import ChangedBlock, Leaves, changed_inner_leaves
 # If more than one element in this many changed, old bits are not kept: their memory costs more than
 # to read them again.
 _DENSE = 4
-_STRIDE, _FEW = (
-    16,
-    4096,
-)  # of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors
+# Of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors.
+_STRIDE, _FEW = 16, 4096
 
 
 class CodedBlock(NamedTuple):

@@ -30,9 +30,8 @@ MAX_SLICES = 1 << 20
 #: The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
 #: version.
 CHECK_BYTES = 8
-_PRELUDE = struct.Struct(
-    "<8sIII8s"
-)  # magic, format, stored bytes, plain bytes, check of the stored header
+# Magic, format, stored bytes, plain bytes, check of the stored header.
+_PRELUDE = struct.Struct("<8sIII8s")
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
 _NUMBER_BYTES = 10
@@ -445,7 +444,3 @@ class JoinedHeader:
         """Whether one file covers the whole state, so that its blocks are those of whole
         tensors."""
         return len(self.files) == 1
-
-    @property
-    def elements(self) -> int:
-        return sum(spec.elements for spec in self.specs)

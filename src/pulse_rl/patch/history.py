@@ -109,9 +109,8 @@ class History:
     def of(self, blocks: Blocks) -> History:
         """The same history by another cut of the same tensors."""
         one = self.windows[0].blocks if self.windows else blocks
-        if one == blocks and all(
-            window.blocks is one for window in self.windows
-        ):  # by identity: equal cuts are one object
+        # By identity: equal cuts are one object.
+        if one == blocks and all(window.blocks is one for window in self.windows):
             return self
         return History(tuple(window.of(blocks) for window in self.windows))
 

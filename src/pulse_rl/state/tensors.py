@@ -587,11 +587,8 @@ def _ingest_torch(
             value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         )
         host = flat.numpy() if flat.device.type == "cpu" else None
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-    ) as error:  # fake, nested and wrapped tensors, and future kinds
+    # Fake, nested and wrapped tensors, and future kinds.
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}"
         ) from None
