@@ -209,10 +209,9 @@ def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Ch
     """For each changed segment of a block: (segment, position of its first element, its
     changes)."""
     ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
+    lasts = bits.below(changes.positions, ends)
     base = first = 0
-    for segment, end, last in zip(
-        block.segments, ends, bits.below(changes.positions, ends), strict=True
-    ):
+    for segment, end, last in zip(block.segments, ends, lasts, strict=True):
         if last > first:
             yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
         base, first = end, last

@@ -131,13 +131,10 @@ def all_of(specs: Sequence[TensorSpec]) -> tuple[Slice, ...]:
 def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple[Slice, ...]:
     """The slices of a file that holds these ``segments`` of the tensors ``specs``, both in
     order."""
-    begins = dict(
-        zip(
-            (s.name for s in specs),
-            accumulate((s.elements for s in specs), initial=0),
-            strict=False,
-        )
-    )
+    begins, at = dict[str, int](), 0
+    for spec in specs:
+        begins[spec.name] = at
+        at += spec.elements
     found: list[Slice] = []
     for segment in segments:
         if segment.elements:
@@ -183,13 +180,9 @@ class Base:
         """An upper bound for the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
-        history = _NUMBER_BYTES + CHECK_BYTES
-        return (
-            64
-            + history
-            + _NUMBER_BYTES * (2 + 2 * slices)
-            + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
-        )
+        # Two roots, the history's name, both counts and the slices; then the blocks.
+        start = 64 + _NUMBER_BYTES + CHECK_BYTES + _NUMBER_BYTES * (2 + 2 * slices)
+        return start + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
 
     def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
         """The blocks of a file with these ``slices``. Raises CorruptPatch."""
@@ -204,12 +197,9 @@ class Base:
             first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
             room.take(last - first + 1)
             for k in range(first, last + 1):
-                begin = self._ends[k] - self._held[k].elements
-                segments.append(
-                    Segment(
-                        self._held[k], max(start, begin) - begin, min(stop, self._ends[k]) - begin
-                    )
-                )
+                spec, end = self._held[k], self._ends[k]
+                begin = end - spec.elements
+                segments.append(Segment(spec, max(start, begin) - begin, min(stop, end) - begin))
         return cut(self.specs, segments)
 
 

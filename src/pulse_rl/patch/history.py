@@ -127,11 +127,9 @@ class History:
 
     def last(self, count: int) -> History:
         """The last ``count`` windows."""
-        return (
-            History(self.windows[len(self.windows) - count :])
-            if count < len(self.windows)
-            else self
-        )
+        if count >= len(self.windows):
+            return self
+        return History(self.windows[len(self.windows) - count :])
 
     def after(self, window: Window | None, windows: int, most: int) -> History:
         """The history at the next version, whose manifest remembers the last ``windows`` windows.
