@@ -148,10 +148,8 @@ class TensorSpec:
             raise InputError(
                 f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}"
             )
-        if (
-            any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape)
-            or self.elements > MAX_TENSOR_ELEMENTS
-        ):
+        possible = all(0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape)
+        if not possible or self.elements > MAX_TENSOR_ELEMENTS:
             raise InputError(f"tensor {self.name!r} has an impossible shape {self.shape}")
 
     @property
@@ -351,11 +349,8 @@ class State:
         # A block can then be read without a copy.
         placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
         memory = contiguous([s.nbytes for s in placed])
-        return cls(
-            specs,
-            {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)},
-            aliases,
-        )
+        data = {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)}
+        return cls(specs, data, aliases)
 
     @property
     def elements(self) -> int:
@@ -575,11 +570,9 @@ def _ingest_torch(
     try:
         # Lazy conjugates and negatives share their address with the tensor, but not its values.
         bits_of = (value.is_conj(), value.is_neg())
-        storage = (
-            (str(value.device), value.data_ptr(), value.stride(), bits_of)
-            if value.numel()
-            else None
-        )
+        storage: object = None
+        if value.numel():
+            storage = str(value.device), value.data_ptr(), value.stride(), bits_of
         # FSDP frees the storage of unsharded parameters: reading one would be a segmentation fault.
         if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
             raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
@@ -659,7 +652,8 @@ class Segment(NamedTuple):
 
 def cuda_tensors(state: State) -> dict[str, DeviceTensor]:
     """The tensors of ``state`` in the memory of CUDA devices, by their stored names."""
-    return {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
+    stored = {spec.name: stored_tensor(state, spec.name) for spec in state.specs}
+    return {n: t for n, t in stored.items() if isinstance(t, DeviceTensor) and t.is_cuda}
 
 
 def await_devices(state: State) -> None:
@@ -670,8 +664,3 @@ def await_devices(state: State) -> None:
     for device in {tensor.flat.device for tensor in cuda_tensors(state).values()}:
         torch: Any = sys.modules["torch"]
         torch.cuda.current_stream(device).synchronize()
-
-
-def _cuda_tensor(state: State, spec: TensorSpec) -> DeviceTensor | None:
-    tensor = stored_tensor(state, spec.name)
-    return tensor if isinstance(tensor, DeviceTensor) and tensor.is_cuda else None
