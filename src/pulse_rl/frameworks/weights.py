@@ -392,10 +392,8 @@ def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
         return tensors
-    if any(
-        hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard)
-        for tensor in tensors.values()
-    ):
+    values = tensors.values()
+    if any(hasattr(each, "full_tensor") or isinstance(each, FlatShard) for each in values):
         return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
     return _reverted(model, loading, tensors)
 
