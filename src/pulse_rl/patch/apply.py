@@ -303,7 +303,7 @@ def apply_patch(
     patch.require(state, digest)
     blocks, payloads = header.cuts, patch.payloads
     by_history = any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
-    known = (history or History()).named(header.history if by_history else None, blocks)
+    known = (history or History()).named(header.history, blocks) if by_history else None
     sliced = not header.is_whole  # blocks may end within leaves: hash these at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
@@ -319,7 +319,8 @@ def apply_patch(
     def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
-        changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
+        past = known.past(index) if known else ()
+        changes = decode_block(index, block, entry, payloads[index], before, past)
         if entry.codec_id == codecs.SAME:
             return changes
         # The old bits are recorded before the first write: the undo finds them wherever this stops.

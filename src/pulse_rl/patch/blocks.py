@@ -247,9 +247,8 @@ def recut(
                     # From a position in the old segment to one in the new block. The sum has 64
                     # bits, since the shift may be negative.
                     shift = base + segment.start - start
-                    positions.append(
-                        (piece.positions[first:last].astype(np.int64) + shift).astype(np.uint32)
-                    )
+                    moved = piece.positions[first:last].astype(np.int64) + shift
+                    positions.append(moved.astype(np.uint32))
                     values.append(piece.values[first:last])
             base += stop - start
         if sum(map(len, positions)):

@@ -112,13 +112,11 @@ class PatchHeader:
         put_number(out, len(self.blocks))
         out += bytes(entry.codec_id for entry in self.blocks)
         # Columns compress better than rows, and random checks would separate them.
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                put_number(out, entry.changed)
-                put_number(out, entry.length)
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                out += entry.check
+        coded = [entry for entry in self.blocks if entry.codec_id != SAME]
+        for entry in coded:
+            put_number(out, entry.changed)
+            put_number(out, entry.length)
+        out += b"".join(entry.check for entry in coded)
         return closed_header(bytes(out))
 
 

@@ -66,9 +66,8 @@ class Window(NamedTuple):
             return self
         changes = {index: _decoded(records) for index, records in self.records.items()}
         made = recut(changes, self.blocks, blocks)
-        return self._replace(
-            records={index: _encoded(found) for index, found in made.items()}, blocks=blocks
-        )
+        records = {index: _encoded(found) for index, found in made.items()}
+        return self._replace(records=records, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,8 @@ def _encoded(changes: Changes) -> Records:
     gaps = np.diff(changes.positions.astype(np.int64), prepend=-1) - 1
     longer, rest = np.divmod(gaps, _LONGEST_GAP)
     records = np.full(len(gaps) + int(longer.sum()), _LONGEST_GAP, "<u4")
-    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(
-        np.uint32
-    ) | changes.values << np.uint32(16)
+    steps = changes.values << np.uint32(16)
+    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(np.uint32) | steps
     return records.view(np.uint8)
 
 
