@@ -21,7 +21,7 @@ from .gate import GatedReduction, ReduceGate, add_up
 from .group import TrainerGroup, TrainerNote
 from .outer import MessageOutcome, OuterState, Residual, Trainer, specs_digest
 from .parameters import FlatBlock, Floats, parts
-from .wire import FORMAT, Entries, Unit, Wire, digest_of
+from .wire import FORMAT, Coder, Entries, Unit, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
@@ -512,11 +512,8 @@ class Transfer:
         # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait
         # for this trainer.
         coder = replace(self._coder, wire=gate.wire if gate else Wire())
-        if isinstance(sums, bytes):
-            answer = sums
-        else:
-            with self._phase("gate"):
-                answer = _SUMS + bytes.fromhex(digest) + coder.encode(mine, sums)
+        with self._phase("gate"):
+            answer = self._answer(coder, mine, sums, digest)
         answers: list[bytes] = []
         found: list[list[Entries]] = [[] for _ in self._blocks]
         try:
@@ -570,6 +567,15 @@ class Transfer:
             for of_unit, own in zip(found, self._own_of(units), strict=True):
                 of_unit.insert(rank, own)
         return found
+
+    def _answer(
+        self, coder: Coder, units: Sequence[Unit], sums: list[Entries] | bytes, digest: str
+    ) -> bytes:
+        """The sums of a share, behind the digest of what this trainer has sent; or the word in
+        place of them."""
+        if isinstance(sums, bytes):
+            return sums
+        return _SUMS + bytes.fromhex(digest) + coder.encode(units, sums)
 
     def _all_read(self, problem: CorruptMessage | None) -> None:
         """Raises CorruptMessage or Diverged on all trainers unless every one has read

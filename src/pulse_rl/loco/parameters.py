@@ -92,8 +92,7 @@ class Optimizers:
                 if id(p) not in names:
                     raise InputError(
                         f"{self.label(number)} trains tensors that are not parameters of the "
-                        f"model: {place}, "
-                        f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}",
+                        f"model: {place}, {str(p.dtype).removeprefix('torch.')} {list(p.shape)}",
                         hint=_NOT_IN_THE_MODEL,
                     )
                 if owner.setdefault(id(p), number) != number:

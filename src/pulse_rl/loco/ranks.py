@@ -321,9 +321,8 @@ def _slice(full: torch.Tensor, tensor: Any) -> torch.Tensor:
     """What this rank has of a tensor that is ``full`` where all have it."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        full, tensor.device_mesh, tensor.placements, src_data_rank=None
-    ).to_local()
+    here = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return here.to_local()
 
 
 # -- tensors as bits
