@@ -26,7 +26,6 @@ from .bits import UIntArray, contiguous
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import TypeIs
 
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -299,7 +298,8 @@ class State:
 
     @classmethod
     def _taken(cls, source: StateSource) -> State:
-        if _is_module(source):
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and isinstance(source, torch.nn.Module):
             from ..frameworks.weights import whole_weights
 
             source = whole_weights(source)
@@ -491,12 +491,6 @@ Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
 #: The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
 #: a `State`. A module has the names and ties that ``save_pretrained`` would write.
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
-
-
-def _is_module(source: object) -> TypeIs[torch.nn.Module]:
-    """Whether ``source`` is a torch.nn.Module. A program that has one has imported torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:
