@@ -222,9 +222,8 @@ class _PowersOfTwoAbove(PowersOfTwo):
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         with np.errstate(invalid="ignore"):  # of a signalling NaN
             bits = (most / _E2M1_MOST).view(np.uint32)
-        stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(
-            np.uint8
-        )
+        exponents = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN)
+        stored: npt.NDArray[np.uint8] = exponents.astype(np.uint8)
         return stored
 
 

@@ -237,8 +237,7 @@ def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]
         f"({config.get('format') or config.get('quant_algo') or 'no format'}) is "
         "none that can be made here",
         hint="fp8 with weight_block_size [128, 128], modelopt with NVFP4, mxfp4, and "
-        "compressed-tensors with "
-        f"{', '.join(_COMPRESSED)}; or give a function.",
+        f"compressed-tensors with {', '.join(_COMPRESSED)}; or give a function.",
     )
 
 
