@@ -136,9 +136,8 @@ class SliceSpec:
         """Writes ``part``, the box's elements from number ``first``, into ``flat``, the flattened
         tensor's elements from ``place``."""
         for piece in self.pieces(first, first + len(part)):
-            piece.of(flat, piece.place - place, piece.pitch)[:] = piece.of(
-                part, piece.number - first, piece.step
-            )
+            rows = piece.of(part, piece.number - first, piece.step)
+            piece.of(flat, piece.place - place, piece.pitch)[:] = rows
 
     def take(
         self, read: Callable[[int, int], npt.NDArray[Any]], first: int, last: int
