@@ -239,10 +239,9 @@ def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.
         return full
     where = _position_bits(density)
     ours = (2.4 + 0.52 * where + 5 * density**2) / 8
-    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}[
-        method
-    ]
-    return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
+    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}
+    changes = params * density * per_change[method]
+    return min(full, changes + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
 def utilization(nbytes: float, step_seconds: float, bandwidth: float) -> float:
