@@ -228,8 +228,7 @@ def local_box(name: str, tensor: DTensor) -> SliceSpec:
             return box
     raise UnsupportedTensor(
         f"the shard of tensor {name!r} is {list(local_shape)}, but {list(boxes[-1].local_shape)} "
-        "by its placements "
-        f"{tensor.placements}",
+        f"by its placements {tensor.placements}",
         hint=_PLACEMENTS,
     )
 

@@ -656,8 +656,7 @@ def advice(model: nn.Module, optimizer: Any, lr: float, dtype: DTypeLike | None)
         return []
     return [
         f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one "
-        "step of Adam, so that "
-        "patches save little. RL uses 1e-6 to 1e-5."
+        "step of Adam, so that patches save little. RL uses 1e-6 to 1e-5."
     ]
 
 
