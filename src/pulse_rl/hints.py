@@ -44,10 +44,8 @@ class Notices:
             return
         # A patch has the names of the version before.
         looked, self._looked = self._looked and draft.base is not None, True
-        for kind, reason, hint in [
-            *([] if looked else _names(state, mixed)),
-            *_changes(draft),
-        ]:
+        names = [] if looked else _names(state, mixed)
+        for kind, reason, hint in [*names, *_changes(draft)]:
             if kind not in self._given:
                 self._given.add(kind)
                 hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
@@ -85,7 +83,14 @@ def _names(state: State, mixed: Sequence[str]) -> Iterator[tuple[str, str, str]]
 
 def _changes(draft: PublishState) -> Iterator[tuple[str, str, str]]:
     """The same of what has changed."""
-    wide, density = _densities(draft)
+    elements = max(sum(segment.elements for segment in draft.segments), 1)
+    if draft.reason.startswith(NO_SMALLER):  # as if all had changed
+        changed = [(s.spec.dtype, s.elements) for s in draft.segments]
+    else:
+        coded = zip(draft.blocks, draft.coded, strict=False)
+        changed = [(block.dtype, encoded.changed) for block, encoded in coded]
+    density = sum(count for _, count in changed) / elements
+    wide = sum(count for dtype, count in changed if dtype.is_wide) / elements
     if wide > _WIDE:
         yield (
             "wide_dtype",
@@ -148,18 +153,6 @@ def absence(store: Store, stream: str) -> str:
         found[-1] = "…"
     there = f"has the streams {', '.join(found)}" if found else "has no streams"
     return f"there is no version of it yet: {store!r} {there}"
-
-
-def _densities(draft: PublishState) -> tuple[float, float]:
-    """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be
-    no smaller, all have changed."""
-    elements = max(sum(segment.elements for segment in draft.segments), 1)
-    if draft.reason.startswith(NO_SMALLER):
-        wide = sum(segment.elements for segment in draft.segments if segment.spec.dtype.is_wide)
-        return wide / elements, 1.0
-    pairs = list(zip(draft.blocks, draft.coded, strict=False))
-    wide = sum(encoded.changed for block, encoded in pairs if block.dtype.is_wide)
-    return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements
 
 
 def streams_in(store: Store) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -55,23 +55,16 @@ def most_remembered(nbytes: int) -> int:
 
 
 def next_history(
-    history: History,
-    window: Window | None,
-    base: int,
-    version: int,
-    most: int,
-    *,
-    span: int = START_SPAN,
+    history: History, window: Window | None, base: int, version: int, most: int
 ) -> History:
     """The history at ``version``, in at most ``most`` bytes.
 
     It is the ``history`` at version ``base`` with the ``window`` between the two; at a start it is
     empty. ``window`` is None if the version changes more than can be remembered. Numbers of
-    versions may be skipped: a multiple of ``span`` between the two is a start as well.
+    versions may be skipped: a multiple of `START_SPAN` between the two is a start as well.
     """
-    if window is None or version // span > base // span:
-        return History()
-    return history.then(window).last(MAX_WINDOWS).within(most)
+    starts = version // START_SPAN > base // START_SPAN
+    return history.after(window, 0 if starts else MAX_WINDOWS, most)
 
 
 # A rank may remember this many times its share of all bytes, since some ranks change more. With
@@ -110,11 +103,10 @@ class HistoryPolicy:
     Ranks decide alike, from the measurements of all of them.
     """
 
-    def __init__(self, ranks: int = 1, span: int = START_SPAN) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         #: The decision whatever it saves, for tests.
         self.forced: bool | None = None
         self.on = False
-        self._span = span
         self._least = 1 if ranks > 1 else _MIN_SAMPLE
         self._saves = 0.0
         self._measured = 0
@@ -154,7 +146,7 @@ class HistoryPolicy:
             if draft.records is not None:
                 records = {k: found for k, found in draft.records.items() if of is None or k in of}
                 window = Window(base.root, records, base.blocks)
-            return next_history(history, window, base.version, version, most, span=self._span)
+            return next_history(history, window, base.version, version, most)
 
         note = RankReport()
         if draft.remembers:
@@ -174,9 +166,8 @@ class HistoryPolicy:
         # 1. The longest history that all ranks can hold, and that fits the limit of all bytes
         # together.
         count = min(len(note.windows) for note in notes)
-        while sum(
-            sum(note.windows[len(note.windows) - count :]) for note in notes
-        ) > most_remembered(draft.layout.nbytes):
+        most = most_remembered(draft.layout.nbytes)
+        while sum(sum(note.windows[len(note.windows) - count :]) for note in notes) > most:
             count -= 1
         draft.history = draft.history.last(count)
         # 2. The savings of all ranks together, averaged with earlier measurements.
@@ -230,10 +221,8 @@ def _most_of_rank(base: Baseline) -> int:
 
 def _nbytes(base: Baseline, indices: Sequence[int] | None = None) -> int:
     """The bytes of some blocks (None: of all)."""
-    return sum(
-        base.blocks[index].nbytes
-        for index in (range(len(base.blocks)) if indices is None else indices)
-    )
+    blocks = base.blocks if indices is None else [base.blocks[index] for index in indices]
+    return sum(block.nbytes for block in blocks)
 
 
 # -- a history on disk, next to the checkpoint of the state at which it ends (not a format that is
@@ -302,12 +291,9 @@ def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | 
         found: list[dict[int, Records]] = [{} for _ in roots]
         for name, data in records.items():
             window, index = map(int, name.split("."))
-            if (
-                window < 0
-                or not 0 <= index < len(blocks)
-                or data.dtype != np.uint8
-                or data.size % RECORD_BYTES
-            ):
+            if window < 0 or not 0 <= index < len(blocks):
+                return None
+            if data.dtype != np.uint8 or data.size % RECORD_BYTES:
                 return None
             found[window][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
@@ -321,12 +307,11 @@ def specs_of(digest: StateDigest) -> tuple[TensorSpec, ...]:
 
 
 def _digest(records: dict[str, Records]) -> str:
-    def pieces() -> Iterator[bytes]:
-        for name in sorted(records):
-            yield f"{name} {len(records[name])}\n".encode()
-            yield sha256(records[name].data).digest()
-
-    return sha256(b"".join(pieces())).hexdigest()
+    whole = sha256()
+    for name in sorted(records):
+        whole.update(f"{name} {len(records[name])}\n".encode())
+        whole.update(sha256(records[name].data).digest())
+    return whole.hexdigest()
 
 
 def _are_roots(roots: object) -> bool:

@@ -51,16 +51,9 @@ class Submission(Future[Published]):
         self._begun = False
 
     def __repr__(self) -> str:
-        state = (
-            "cancelled"
-            if self.cancelled()
-            else "done"
-            if self.done()
-            else "running"
-            if self._begun
-            else "waiting"
-        )
-        return f"<Submission: {state}>"
+        if self.done():
+            return f"<Submission: {'cancelled' if self.cancelled() else 'done'}>"
+        return f"<Submission: {'running' if self._begun else 'waiting'}>"
 
     def cancel(self) -> bool:
         """Cancel the version if it still waits.
@@ -109,12 +102,9 @@ class Submission(Future[Published]):
 
     @property
     def _failed_unasked(self) -> bool:
-        return (
-            not self._asked
-            and self.done()
-            and not self.cancelled()
-            and super().exception() is not None
-        )
+        if self._asked or not self.done() or self.cancelled():
+            return False
+        return super().exception() is not None
 
 
 class _Entry(NamedTuple, Generic[T]):
@@ -343,7 +333,7 @@ class DeviceCopies:
         # values.
         for device, pairs in devices.items():
             current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            copied = copied_on_device([(flat, flat.dtype) for flat, _ in pairs]) if staged else None
+            copied = copied_on_device([flat for flat, _ in pairs]) if staged else None
             if copied:
                 pairs = [(flat, host) for flat, (_, host) in zip(copied, pairs, strict=True)]
             self._under_way.append((side, pairs))
@@ -371,22 +361,18 @@ class DeviceCopies:
             self.wait()
 
 
-def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
+def copied_on_device(tensors: Sequence[Any]) -> list[Any] | None:
     """Copy torch tensors on their device; None if its memory does not suffice.
 
-    Each pair is a tensor and the dtype to cast it to. The device's current stream makes the copies,
-    flat arrays [bytes].
+    The device's current stream makes the copies.
     """
     torch: Any = sys.modules["torch"]
     try:
-        copies = [
-            source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8)
-            for source, dtype in tensors
-        ]
+        copies = [torch.empty_like(source) for source in tensors]
     except torch.cuda.OutOfMemoryError:
         return None
-    for copy, (source, dtype) in zip(copies, tensors, strict=True):
-        copy.view(dtype).copy_(source, non_blocking=True)
+    for copy, source in zip(copies, tensors, strict=True):
+        copy.copy_(source, non_blocking=True)
     return copies
 
 

@@ -60,7 +60,7 @@ def blocks(draw: st.DrawFn, dtype: DType) -> tuple[UIntArray, UIntArray, Layout]
 
 
 def flat(dtype: str, old: UIntArray) -> Layout:
-    return Layout.flat(DTYPES[dtype], len(old))
+    return Layout(DTYPES[dtype], (Run(len(old), max(len(old), 1), 0),))
 
 
 def check_round_trip(chosen: BlockCodec, old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
@@ -347,7 +347,7 @@ import struct
 import numpy as np
 from pulse_rl import codec
 from pulse_rl.codec import compress, decompress
-from pulse_rl.codec import Layout
+from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import FormatError
 from pulse_rl.state.tensors import DTYPES
 huge, real_bomb = bytes.fromhex("{HUGE_FRAME.hex()}"), compress(bytes(1 << 29), 1)
@@ -361,7 +361,7 @@ for frame in (huge, huge + bytes(100), real_bomb):
     for payload in (planes, struct.pack("<IBI", 9, 1, len(frame)) + frame * 2, frame):
         for codec_id in range(1, 8):
             try:
-                layout = Layout.flat(DTYPES["BF16"], 9)
+                layout = Layout(DTYPES["BF16"], (Run(9, 9, 0),))
                 codec.decode_block(codec_id, memoryview(payload), np.zeros(9, np.uint16), layout)
             except FormatError:
                 pass

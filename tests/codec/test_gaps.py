@@ -15,7 +15,7 @@ from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support.arrays import both_ways, made_alike
-from tests.support.block_codecs import GAPS, HISTORY
+from tests.support.block_codecs import GAPS, HISTORY, flat_layout
 from tests.support.gaps_oracle import ABSENT, Kind, Reader, code_levels
 from tests.support.gaps_oracle import decode as oracle_decode
 from tests.support.gaps_oracle import encode as oracle_encode
@@ -92,7 +92,7 @@ def weights_and_update(
 def test_size_is_within_two_percent_of_the_entropy(lr: float) -> None:
     """Half-octave levels and an adaptive rate are nearly free, from 0.4% to 40% density."""
     old, new, entropy = weights_and_update(np.random.default_rng(3), 1 << 21, lr)
-    payload, changed = GAPS.encode(old, new, Layout.flat(DTYPES["BF16"], len(old)))
+    payload, changed = GAPS.encode(old, new, flat_layout(DTYPES["BF16"], len(old)))
     assert entropy * 0.98 < 8 * len(payload) / changed < entropy * 1.02 + 800 / changed
 
 
@@ -108,7 +108,7 @@ def test_a_row_with_changes_draws_more() -> None:
     new[touched] ^= (rng.random((40, 256)) < 0.2).astype(np.uint16)
     layout = Layout(DTYPES["BF16"], (Run(old.size, 256, 0),))
     rows, changed = GAPS.encode(old.ravel(), new.ravel(), layout)
-    flat, _ = GAPS.encode(old.ravel(), new.ravel(), Layout.flat(DTYPES["BF16"], old.size))
+    flat, _ = GAPS.encode(old.ravel(), new.ravel(), flat_layout(DTYPES["BF16"], old.size))
     assert len(rows) < len(flat)
     assert 8 * len(rows) / changed < 5.6
 
@@ -119,7 +119,7 @@ def test_a_long_wait_is_coded_in_pieces() -> None:
     old = np.full(1 << 20, 0x3C00, np.uint16)
     new = old.copy()
     new[[0, 1, 2, 3, -1]] += 1
-    layout = Layout.flat(DTYPES["BF16"], len(old))
+    layout = flat_layout(DTYPES["BF16"], len(old))
     payload, _ = GAPS.encode(old, new, layout)
     decoded = GAPS.decode(memoryview(payload), old, layout)
     assert decoded.positions.tolist() == [0, 1, 2, 3, len(old) - 1]
@@ -129,7 +129,7 @@ def test_a_long_wait_is_coded_in_pieces() -> None:
 @pytest.mark.parametrize("tail", [b"\0", b"\xff", bytes(8), bytes(1000)])
 def test_a_code_of_another_length_is_refused(tail: bytes) -> None:
     old, new, _ = weights_and_update(np.random.default_rng(1), 20_000, 1e-5)
-    layout = Layout.flat(DTYPES["BF16"], len(old))
+    layout = flat_layout(DTYPES["BF16"], len(old))
     payload, _ = GAPS.encode(old, new, layout)
     longer = payload + bytes(8) + tail
     for bad in (longer, payload[:-9]):

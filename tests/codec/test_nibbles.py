@@ -14,7 +14,7 @@ from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import gaps_oracle, sparse_oracle
-from tests.support.block_codecs import GAPS, BlockCodec
+from tests.support.block_codecs import GAPS, BlockCodec, flat_layout
 from tests.support.gaps_oracle import Kind
 from tests.support.states import Rng
 
@@ -94,7 +94,7 @@ def test_what_is_malformed_is_refused(rng: Rng) -> None:
     old = rng.integers(0, 256, 2000, np.uint8)
     new, layout = stepped(rng, old, 0.05, True), layout_of("U8", old, 100)
     good, _ = NIBBLES.encode(old, new, layout)
-    other = Layout.flat(DTYPES["F8_E4M3"], len(old))
+    other = flat_layout(DTYPES["F8_E4M3"], len(old))
     steps = np.full(len(old), 0, np.uint8)
     steps[7] = 40  # of a plain integer: more than a code of four bits can take
     codes = np.repeat(old & 15, 2)

@@ -22,7 +22,7 @@ from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import sparse_oracle as oracle
 from tests.support.arrays import made_alike
-from tests.support.block_codecs import GAPS, SPARSE
+from tests.support.block_codecs import GAPS, SPARSE, flat_layout
 from tests.support.gaps_oracle import Bit, Writer, row_ends
 from tests.support.sparse_blocks import (
     GROUPS,
@@ -127,7 +127,7 @@ def test_exponents_of_any_span(name: str, first: int, span: int, rng: np.random.
     changes = (rng.random(count) < 0.03) & ~others
     changes[:512] = True
     check_round_trip(
-        old, np.where(changes, old + 1, old).astype(dtype.uint), Layout.flat(dtype, count)
+        old, np.where(changes, old + 1, old).astype(dtype.uint), flat_layout(dtype, count)
     )
 
 
@@ -135,7 +135,7 @@ def test_changes_side_by_side(rng: np.random.Generator) -> None:
     """A whole part of the block changes: groups in which all elements do, tiles in which none
     do."""
     old = weights(rng, "BF16", 900_000)
-    layout = Layout.flat(DTYPES["BF16"], len(old))
+    layout = flat_layout(DTYPES["BF16"], len(old))
     new = old.copy()
     new[:5000] = stepped(rng, old[:5000], "small")
     check_round_trip(old, new, layout)
@@ -176,7 +176,7 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_gaps(rng: np.random.G
         assert (made.payload, made.changed) == GAPS.encode(old, after, layout)
     enough = np.where(np.arange(len(old)) < 4096, old + 1, old)
     assert (
-        codec.encode_block(old, enough, Layout.flat(DTYPES["BF16"], len(old))).codec_id == SPARSE.id
+        codec.encode_block(old, enough, flat_layout(DTYPES["BF16"], len(old))).codec_id == SPARSE.id
     )
 
 
@@ -267,7 +267,7 @@ def test_all_states_in_step(phase: int) -> None:
         new = old.copy()
         for at in range(0, 368, every):
             new[at * 512 : (at + 1) * 512 : 8] += 1
-        check_round_trip(old, new, Layout.flat(DTYPES["BF16"], len(old)))
+        check_round_trip(old, new, flat_layout(DTYPES["BF16"], len(old)))
 
 
 @pytest.mark.parametrize("remembered", [False, True])
@@ -286,7 +286,7 @@ def test_elements_that_change_while_they_are_read(
     writer = threading.Thread(target=flip)
     writer.start()
     try:
-        layout = Layout.flat(DTYPES["BF16"], len(old))
+        layout = flat_layout(DTYPES["BF16"], len(old))
         if remembered:
             at = np.arange(0, len(old), 40, np.uint32)
             records = present(records_of(layout.dtype, at, old[at] ^ 1, old[at]))
@@ -491,10 +491,10 @@ def test_any_byte_may_be_another(rng: np.random.Generator) -> None:
     """Refused, or read as other changes of the same block; the same with and without vectors."""
     refusals = 0
     old = weights(rng, "BF16", 70_000)
-    large = encoded(old, changed(rng, old, 0.061, "small"), Layout.flat(DTYPES["BF16"], len(old)))
+    large = encoded(old, changed(rng, old, 0.061, "small"), flat_layout(DTYPES["BF16"], len(old)))
     for payload, before, layout in (
         (small_payload("any"), OLD, SMALL),
-        (large, old, Layout.flat(DTYPES["BF16"], len(old))),
+        (large, old, flat_layout(DTYPES["BF16"], len(old))),
     ):
         for at in range(min(len(payload), 450)):
             bad = bytearray(payload)

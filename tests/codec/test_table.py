@@ -15,7 +15,7 @@ from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
 from tests.support import table_oracle as oracle
 from tests.support.arrays import both_ways, made_alike
-from tests.support.block_codecs import TABLE
+from tests.support.block_codecs import TABLE, flat_layout
 from tests.support.gaps_oracle import Kind
 from tests.support.sparse_blocks import changed, weights
 
@@ -48,7 +48,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(
         old = weights(rng, name, count)
         new = changed(rng, old, float(rng.choice([0.02, 0.3, 1])), steps)
         new[-1] = old[-1] ^ 1
-        layout = Layout.flat(DTYPES[name], count)
+        layout = flat_layout(DTYPES[name], count)
         payload = encoded(old, new, layout)
         check_decoded(payload, old, new, layout)
         assert oracle.decode(payload, old.tolist(), kind) == new.tolist()
@@ -65,7 +65,7 @@ def test_long_blocks(name: str, density: float, steps: str, rng: np.random.Gener
     old = weights(rng, name, 300_001)
     new = changed(rng, old, density, steps)
     new[0] = old[0] ^ 1
-    layout = Layout.flat(DTYPES[name], len(old))
+    layout = flat_layout(DTYPES[name], len(old))
     check_decoded(encoded(old, new, layout), old, new, layout)
 
 
@@ -74,7 +74,7 @@ def test_steps_that_the_sample_has_not_seen_are_escaped() -> None:
     new = old.copy()
     new[100::64] += 1  # the sample takes every fourth group of 64
     new[70] = 0x8000
-    layout = Layout.flat(DTYPES["BF16"], len(old))
+    layout = flat_layout(DTYPES["BF16"], len(old))
     check_decoded(encoded(old, new, layout), old, new, layout)
     everything = (old + 1).astype(np.uint16)
     everything[70] = old[70]
@@ -84,7 +84,7 @@ def test_steps_that_the_sample_has_not_seen_are_escaped() -> None:
 BASE = (
     np.random.default_rng(4).normal(0, 0.02, 700).astype(np.float32).view(np.uint32) >> 16
 ).astype(np.uint16)
-LAYOUT = Layout.flat(DTYPES["BF16"], len(BASE))
+LAYOUT = flat_layout(DTYPES["BF16"], len(BASE))
 KIND = Kind(*element_kind(DTYPES["BF16"]))
 
 
@@ -201,4 +201,4 @@ def test_many_changes_are_coded_by_table_few_and_those_in_rows_by_gaps() -> None
 @pytest.mark.parametrize("name", ["F64", "C64", "U64"])
 def test_wide_elements_are_left_to_zstd(name: str) -> None:
     old = np.arange(1000, dtype=np.uint64)
-    assert chosen(old, old + 1, Layout.flat(DTYPES[name], 1000)) in ("zstd", "raw")
+    assert chosen(old, old + 1, flat_layout(DTYPES[name], 1000)) in ("zstd", "raw")

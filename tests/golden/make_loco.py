@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import torch
 
+from pulse_rl._native import encode_entries
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.wire import Message, Wire, WireName
 
@@ -61,7 +62,7 @@ def main() -> None:
                 ROUNDINGS[torch.bfloat16],
             )
             entries = (made[f"{key}.positions"], made[f"{key}.{wire.name}"])
-            payloads.append(wire.encode(*shared, entries))
+            payloads.append(encode_entries(*shared, *entries, wire.mantissa))
         (folder / f"{wire.name}.message").write_bytes(
             Message(41, wire.mantissa, payloads).to_bytes()
         )

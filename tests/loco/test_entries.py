@@ -20,7 +20,7 @@ from pulse_rl._native import (
     sparse_outer_step,
 )
 from pulse_rl._native._kernels import use_vectors
-from pulse_rl.errors import CorruptMessage, InputError
+from pulse_rl.errors import InputError
 from pulse_rl.loco.gate import ROUNDINGS
 from pulse_rl.loco.parameters import Floats
 from pulse_rl.loco.wire import Entries, KnownClasses, Message, Wire
@@ -187,8 +187,12 @@ def test_golden_messages_decode(wire: Wire) -> None:
     for payload, (start, stop), key in zip(
         message.payloads, block["blocks"].tolist(), "abc", strict=True
     ):
-        ((positions, values),) = wire.decode(
-            [payload], theta[start:stop], momentum[start:stop], BF16
+        ((positions, values),) = decode_entries(
+            [np.frombuffer(payload, np.uint8)],
+            theta[start:stop],
+            momentum[start:stop],
+            BF16,
+            wire.mantissa,
         )
         np.testing.assert_array_equal(positions, block[f"{key}.positions"])
         np.testing.assert_array_equal(
@@ -223,16 +227,19 @@ def test_known_classes_change_no_byte(size: int, wire: Wire, rng: np.random.Gene
     theta, momentum = (rng.normal(0, scale, size).astype(np.float32) for scale in (0.05, 2e-5))
     positions = np.union1d(np.flatnonzero(rng.random(size) < 0.2), [0]).astype(np.uint32)
     entries: Entries = positions, wire.round(rng.normal(0, 1e-4, len(positions)).astype(np.float32))
-    payload = wire.encode(theta, momentum, BF16, entries)
+    payload = encode_entries(theta, momentum, BF16, *entries, wire.mantissa)
     head = payload[next(i for i, byte in enumerate(payload) if byte < 128) + 1 :]
     own = head[0], head[1]
-    assert wire.encode(theta, momentum, BF16, entries, classified(theta, momentum, own)) == payload
+    known = classified(theta, momentum, own)
+    assert encode_entries(theta, momentum, BF16, *entries, wire.mantissa, known) == payload
     for octaves in (own, shared_octaves(momentum), (own[0] + 4, own[1]), (0, 0)):
         known = classified(theta, momentum, octaves)
-        coded = wire.encode(theta, momentum, BF16, entries, known)
+        coded = encode_entries(theta, momentum, BF16, *entries, wire.mantissa, known)
         for data in (payload, coded):
             for given in (None, known):
-                ((found, values),) = wire.decode([data], theta, momentum, BF16, given)
+                ((found, values),) = decode_entries(
+                    [np.frombuffer(data, np.uint8)], theta, momentum, BF16, wire.mantissa, given
+                )
                 assert np.array_equal(found, positions)
                 assert np.array_equal(values.view(np.uint32), entries[1].view(np.uint32))
 
@@ -420,7 +427,6 @@ def test_a_padded_number_is_refused() -> None:
 def test_one_bad_payload_refuses_them_all() -> None:
     block = Block(np.random.default_rng(8), BF16, 400, 0.3)
     payload = block.encode(WIRES[0])
-    with pytest.raises(CorruptMessage):
-        WIRES[0].decode(
-            [memoryview(payload), memoryview(payload[:-1])], block.theta, block.momentum, BF16
-        )
+    payloads = [np.frombuffer(data, np.uint8) for data in (payload, payload[:-1])]
+    with pytest.raises(Malformed):
+        decode_entries(payloads, block.theta, block.momentum, BF16, WIRES[0].mantissa)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pulse_rl import codec
-from pulse_rl.codec import Changes, Layout
+from pulse_rl.codec import Changes, Layout, Run
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DType
+
+
+def flat_layout(dtype: DType, elements: int) -> Layout:
+    """The layout of a block that is one 1-D tensor."""
+    return Layout(dtype, (Run(elements, max(elements, 1), 0),))
 
 
 @dataclass(frozen=True)

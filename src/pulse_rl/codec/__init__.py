@@ -36,16 +36,8 @@ CODECS = (AUTO, ZSTD)
 #: of four bits.
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
 
-_NAMES = {
-    SAME: "same",
-    RAW: "raw",
-    PAPER: "zstd",
-    GAPS: "gaps",
-    SPARSE: "sparse",
-    TABLE: "table",
-    HISTORY: "history",
-    NIBBLES: "nibbles",
-}
+# In the order of the ids.
+_NAMES = ("same", "raw", "zstd", "gaps", "sparse", "table", "history", "nibbles")
 
 #: Positions in a block fit in 32 bits with room to spare. This also bounds what one block can make
 #: a reader allocate.
@@ -82,11 +74,6 @@ class Layout(NamedTuple):
     dtype: DType
     runs: tuple[Run, ...]
     past: Past = ()
-
-    @classmethod
-    def flat(cls, dtype: DType, elements: int) -> Layout:
-        """The layout of a block that is one 1-D tensor of ``elements`` elements of ``dtype``."""
-        return cls(dtype, (Run(elements, max(elements, 1), 0),))
 
 
 class Changes(NamedTuple):
@@ -127,7 +114,7 @@ def check_codec(name: str) -> None:
 
 def codec_name(codec_id: int) -> str:
     """The name of a codec id of a patch; raises CorruptPatch for an unknown id."""
-    if codec_id not in _NAMES:
+    if not 0 <= codec_id < len(_NAMES):
         raise CorruptPatch(
             f"codec {codec_id} is unknown",
             hint="The patch may come from a newer pulse-rl: upgrade.",
@@ -166,8 +153,8 @@ def encode_block(
         try:
             codec_id, payload, changed, seen, proved = _native.encode_block(
                 list(layout.past),
-                _bytes(old),
-                _bytes(new),
+                old.view(np.uint8),
+                new.view(np.uint8),
                 element_kind(layout.dtype),
                 list(layout.runs),
                 prove,
@@ -214,7 +201,7 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
     try:
         past = list(layout.past) if codec_id == HISTORY else []
         found = _native.decode_block(
-            codec_id, past, data, _bytes(old), element_kind(layout.dtype), list(layout.runs)
+            codec_id, past, data, old.view(np.uint8), element_kind(layout.dtype), list(layout.runs)
         )
     except _native.Malformed as error:
         raise CorruptPatch(str(error)) from None
@@ -231,10 +218,6 @@ def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
         return dtype.width, 0, 0, False
     shift, width = dtype.exponent
     return dtype.width, shift, (1 << width) - 1, True
-
-
-def _bytes(elements: UIntArray) -> npt.NDArray[np.uint8]:
-    return elements.view(np.uint8)
 
 
 def _changes(

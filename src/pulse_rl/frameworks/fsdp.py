@@ -131,12 +131,10 @@ class ShardedPublisher(Publisher):
     def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
         # Each rank would hold all of the version, and the next one have other slices: an anchor in
         # place of a patch.
-        hint = (
-            "Publisher(...).begin_from(found) in one process, or pulse publish STORE#S@N "
-            "STORE --stream BRANCH, first."
-        )
         raise InputError(
-            "ranks do not begin a stream with a version of another, they go on from it", hint=hint
+            "ranks do not begin a stream with a version of another, they go on from it",
+            hint="Publisher(...).begin_from(found) in one process, or pulse publish STORE#S@N "
+            "STORE --stream BRANCH, first.",
         )
 
     def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:

@@ -408,10 +408,8 @@ def _pieces(offsets: Places) -> list[_Piece]:
     """Offsets as even steps, and as many of equal length one behind another as evenly follow each
     other."""
     steps = np.diff(offsets)
-    turns = [
-        *(np.flatnonzero(np.diff(steps)) + 1).tolist(),
-        len(steps),
-    ]  # numbers of the steps that differ
+    # The numbers of the steps that differ from the one before.
+    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
     walks: list[tuple[int, int, int]] = []
     at, turn = 0, 0
     while at < len(offsets):

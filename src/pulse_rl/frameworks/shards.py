@@ -90,9 +90,9 @@ class FlatShard:
             if k == rank:
                 piece.copy_(self.local.view(torch.uint8))
             dist.broadcast(piece, src=dist.get_global_rank(self.group, k), group=self.group)
-        return (
-            bits.view(self.dtype).view(self.shape) if keep else bits.new_empty(0, dtype=self.dtype)
-        )
+        if not keep:
+            return bits.new_empty(0, dtype=self.dtype)
+        return bits.view(self.dtype).view(self.shape)
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -212,10 +212,8 @@ def local_box(name: str, tensor: DTensor) -> SliceSpec:
     local_shape = tuple(tensor.to_local().shape)
     placements = list(enumerate(tensor.placements))
     for _, placement in placements:
-        if (
-            not isinstance(placement, Replicate | Shard)
-            and getattr(placement, "split_factor", None) is None
-        ):
+        is_split = getattr(placement, "split_factor", None) is not None
+        if not is_split and not isinstance(placement, Replicate | Shard):
             raise UnsupportedTensor(f"tensor {name!r} is placed as {placement!r}", hint=_PLACEMENTS)
     # FSDP2 over tensor parallelism along one dimension cuts what the mesh's later dimensions have
     # cut. A DTensor says so by a split factor, whose rule is another where ranks are left without a
@@ -223,19 +221,14 @@ def local_box(name: str, tensor: DTensor) -> SliceSpec:
     strided = [(k, placement) for k, placement in placements if _splits(tensor, k)]
     boxes = [_cut(tensor, placements, strided=True)]
     if strided:
-        boxes.insert(
-            0,
-            _cut(
-                tensor, [p for p in placements if p not in strided] + strided[::-1], strided=False
-            ),
-        )
+        others = [each for each in placements if each not in strided]
+        boxes.insert(0, _cut(tensor, others + strided[::-1], strided=False))
     for box in boxes:
         if box.local_shape == local_shape:
             return box
     raise UnsupportedTensor(
         f"the shard of tensor {name!r} is {list(local_shape)}, but {list(boxes[-1].local_shape)} "
-        "by its placements "
-        f"{tensor.placements}",
+        f"by its placements {tensor.placements}",
         hint=_PLACEMENTS,
     )
 
@@ -244,12 +237,11 @@ def _splits(tensor: DTensor, mesh_dim: int) -> bool:
     """Whether a placement has a split factor that stands for the later ones of its dimension."""
     placement = tensor.placements[mesh_dim]
     split, dim = getattr(placement, "split_factor", None), getattr(placement, "dim", None)
-    later = [
-        k
-        for k, other in enumerate(tensor.placements)
-        if k > mesh_dim and getattr(other, "dim", None) == dim
-    ]
-    return split is not None and split == math.prod(tensor.device_mesh.size(k) for k in later)
+    if split is None:
+        return False
+    later = range(mesh_dim + 1, len(tensor.placements))
+    alike = [k for k in later if getattr(tensor.placements[k], "dim", None) == dim]
+    return bool(split == math.prod(tensor.device_mesh.size(k) for k in alike))
 
 
 def _cut(

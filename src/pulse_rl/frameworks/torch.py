@@ -141,12 +141,8 @@ def _required_version(model: object, update: Update) -> int | None:
     """The version that a module holds, by what `apply_` knows. Raises StateMismatch where the
     update cannot follow."""
     held = _HELD.get(model) if isinstance(model, torch.nn.Module) else None
-    if (
-        update.full
-        or held is None
-        or update._receipt.source is None
-        or held.source is not update._receipt.source
-    ):
+    source = update._receipt.source
+    if update.full or held is None or source is None or held.source is not source:
         return update.previous
     least = held.least if held.least is not None else -1
     assert update.previous is not None
@@ -312,9 +308,8 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
     if not tensor.numel():
         return
     last = 0
-    for stride, size in sorted(
-        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
-    ):
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((s, n) for s, n in sizes if n > 1):
         if stride <= last:
             raise StateMismatch(
                 f"elements of the model's {name!r} share memory: shape {list(tensor.shape)}, "
@@ -415,9 +410,8 @@ def write_group(group: Sequence[Scatter], launch: Launch) -> None:
     position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
     value = np.dtype(f"u{flats[0].element_size()}")
     sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
-    ends = list(
-        accumulate(size + -size % LINE for size in sizes)
-    )  # aligned alike, which Triton compiles for
+    # Aligned alike, which Triton compiles for.
+    ends = list(accumulate(size + -size % LINE for size in sizes))
     host = page_locked(ends[-1])
     host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
     indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)
@@ -425,15 +419,9 @@ def write_group(group: Sequence[Scatter], launch: Launch) -> None:
         one.changes.write_into(indices[first:stop], values[first:stop])
     sent = flats[0].new_empty(len(host), dtype=torch.uint8)
     sent.copy_(torch.from_numpy(host), non_blocking=True)
-    launch(
-        Sent(
-            flats,
-            firsts,
-            sent[ends[0] : ends[1]].view(torch.from_numpy(indices).dtype),
-            sent[ends[1] :].view(flats[0].dtype),
-            sent[: programs.nbytes].view(torch.int64).view(-1, 3),
-        )
-    )
+    rows = sent[: programs.nbytes].view(torch.int64).view(-1, 3)
+    places = sent[ends[0] : ends[1]].view(torch.from_numpy(indices).dtype)
+    launch(Sent(flats, firsts, places, sent[ends[1] :].view(flats[0].dtype), rows))
     for flat in flats:
         torch.autograd.graph.increment_version(flat)
 
@@ -522,8 +510,6 @@ def _try_out(launch: Launch, dtype: torch.dtype, device: torch.device) -> None:
         expected[k][torch.from_numpy(indices)] = torch.from_numpy(indices % 100 + 1).to(dtype)
         group.append(Scatter(TensorChanges.at(indices, values), tensors[k]))
     write_group(group, launch)
-    if any(
-        not torch.equal(found.cpu(), wanted)
-        for found, wanted in zip(tensors, expected, strict=True)
-    ):
+    pairs = zip(tensors, expected, strict=True)
+    if not all(torch.equal(found.cpu(), wanted) for found, wanted in pairs):
         raise AssertionError("the kernel wrote something else")

@@ -313,11 +313,10 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        if self._optimizer_every and (
-            state.global_step == 1 or state.global_step % self._optimizer_every == 0
-        ):
+        step, saved_every = state.global_step, self._optimizer_every
+        if saved_every and (step == 1 or step % saved_every == 0):
             control.should_save = True
-        if state.global_step % self._every:
+        if step % self._every:
             self._raise_fatal()
             return
         self._publish_step(kwargs["model"], state)

@@ -340,7 +340,7 @@ class PulseRollout(TrainerCallback):
         found = link.patiently(generate)
         if self._records is not None:
             assert self._weights is not None
-            facts = {
+            facts: dict[str, Any] = {
                 "stream": link.stream,
                 "weights": (self._weights,),
                 "engine": "vllm",
@@ -348,16 +348,11 @@ class PulseRollout(TrainerCallback):
                 "sampling": {name: value for name, value in sampling.items() if name != "seed"},
                 "metadata": {"step": self._step},
             }
-            records = [
-                Rollout.of(
-                    prompt,
-                    seed=seed,
-                    token_ids=tuple(completion.tokens),
-                    logprobs=tuple(completion.logprobs),
-                    **facts,
-                )
-                for prompt, seed, completion in zip(prompts, seeds, found, strict=True)
-            ]
+            records = []
+            for prompt, seed, completion in zip(prompts, seeds, found, strict=True):
+                tokens, logprobs = tuple(completion.tokens), tuple(completion.logprobs)
+                facts |= {"seed": seed, "token_ids": tokens, "logprobs": logprobs}
+                records.append(Rollout.of(prompt, **facts))
             append(self._records, records)
         return found
 
@@ -390,10 +385,8 @@ def _tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
     if getattr(trainer, "environment_factories", None):
         raise InputError("pulse_rollout has no environments", hint="Leave environment_factory out.")
     contents = [message["content"] for prompt in prompts for message in prompt]
-    if any(
-        isinstance(content, list) and any(part["type"] != "text" for part in content)
-        for content in contents
-    ):
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if any(part["type"] != "text" for part in parts):
         raise InputError(
             "pulse_rollout takes text only", hint="Write a rollout_func of your own for images."
         )

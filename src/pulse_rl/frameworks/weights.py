@@ -392,10 +392,8 @@ def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
         return tensors
-    if any(
-        hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard)
-        for tensor in tensors.values()
-    ):
+    values = tensors.values()
+    if any(hasattr(each, "full_tensor") or isinstance(each, FlatShard) for each in values):
         return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
     return _reverted(model, loading, tensors)
 
@@ -658,8 +656,7 @@ def advice(model: nn.Module, optimizer: Any, lr: float, dtype: DTypeLike | None)
         return []
     return [
         f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one "
-        "step of Adam, so that "
-        "patches save little. RL uses 1e-6 to 1e-5."
+        "step of Adam, so that patches save little. RL uses 1e-6 to 1e-5."
     ]
 
 

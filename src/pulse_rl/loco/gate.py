@@ -162,17 +162,17 @@ class Gate:
     ) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s``
         is not finite."""
-        theta = block.of(state.theta)
+        theta, parameters = block.of(state.theta), state.parameters
         found: list[Positions] = []
         for part, segment in parts(block):
             positions = open_entries(
                 theta[part],
-                state.parameters.now(segment),
+                parameters.now(segment),
                 residual[part],
                 s[part],
                 self.rounding,
                 lookahead=float(lookahead),
-                bf16_start=state.parameters.is_bf16(segment),
+                bf16_start=parameters.tensors[segment.spec.name].dtype == torch.bfloat16,
                 base=part.start,
             )
             if positions is None:

@@ -75,13 +75,8 @@ class TrainerGroup:
         # 2. The messages: gloo gathers equal sizes, so all are padded to the longest.
         padded = np.zeros(max(lengths), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
-        messages = [
-            m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)
-        ]
-        for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
-            if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
-        return messages
+        arrived = [m[:n] for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
+        return _intact(arrived, [h[8 : 8 + _DIGEST_BYTES] for h in headers])
 
     def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[int]) -> list[bytes]:
         """What every trainer has for this one, in rank order.
@@ -105,11 +100,8 @@ class TrainerGroup:
         arrived = self._all_to_all_arrays(
             pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths]
         )
-        found = [piece[_DIGEST_BYTES:].tobytes() for piece in arrived]
-        for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
-            if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
-        return found
+        digests = [piece[:_DIGEST_BYTES] for piece in arrived]
+        return _intact([piece[_DIGEST_BYTES:] for piece in arrived], digests)
 
     def all_gather_fixed(self, message: bytes) -> list[bytes]:
         """As `all_gather`, in one step, for messages of one length that all trainers know. Raises
@@ -189,6 +181,15 @@ class TrainerGroup:
         found = self._transport.all_to_all(pieces, lengths)
         self.sent_bytes += sum(map(len, pieces)) - len(pieces[self.rank])
         return found
+
+
+def _intact(arrived: Sequence[Bytes], digests: Sequence[Bytes]) -> list[bytes]:
+    """The messages of all trainers. Raises CorruptMessage where one has another SHA-256."""
+    messages = [message.tobytes() for message in arrived]
+    for rank, (message, digest) in enumerate(zip(messages, digests, strict=True)):
+        if sha256(message).digest() != digest.tobytes():
+            raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
+    return messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,6 +397,11 @@ def striped_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit
     return shares
 
 
+#: What theta moves against, by block and then in the order of the addition; the digests of all
+#: messages, by rank; and the bytes of this trainer's own.
+Reduced = tuple[list[list[Entries]], list[str], int]
+
+
 class Transfer:
     """One trainer's side of the transfer of the round after ``number``."""
 
@@ -422,24 +427,29 @@ class Transfer:
         else:
             self._own = own
         # 2. To the owners of shares, or to all.
-        pending: PendingRound | None = None
+        reduced: Reduced | None = None
         gate: ReduceGate | None = None
         try:
             if reduction.gates_sums(group.size):
                 gate = reduction.reduce_gate(self._number)
                 residual.apply_withheld = gate.add_residual
             if reduction.scatters(group.size):
-                pending = self._scatter(gate)
-            if pending is None:  # by the rule, or for a sum that no message takes
+                reduced = self._scatter(gate)
+            scattered = reduced is not None
+            if reduced is None:  # by the rule, or for a sum that no message takes
                 residual.apply_withheld = None
-                pending = self._gather()
+                reduced = self._gather()
         except (NonFinite, CorruptMessage, Diverged):
             # On all trainers alike: the message has counted with none.
             residual.forget_message()
             raise
-        return pending
+        # 3. What is left cannot fail.
+        found, digests, payload_bytes = reduced
+        entries = sum(len(positions) for positions, _ in self._own)
+        apply = partial(reduction.step, self._number, found, group.size)
+        return PendingRound(entries, payload_bytes, apply, digests, scattered)
 
-    def _gather(self) -> PendingRound:
+    def _gather(self) -> Reduced:
         """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of
         them alike."""
         group, units = self._group, [Unit(b, 0, b.stop - b.start) for b in self._blocks]
@@ -465,9 +475,9 @@ class Transfer:
         self._all_read(problem)
         if bad is not None:
             raise NonFinite(bad)
-        return self._pending(found, [digest_of(m) for m in messages], len(message))
+        return found, [digest_of(m) for m in messages], len(message)
 
-    def _scatter(self, gate: ReduceGate | None) -> PendingRound | None:
+    def _scatter(self, gate: ReduceGate | None) -> Reduced | None:
         """Every trainer gets what falls in its share, and all get the sums, those that pass
         ``gate`` if there is one. Raises as `_gather`.
 
@@ -533,7 +543,7 @@ class Transfer:
         if _TOO_LARGE in answers:
             return None
         digests = [data[len(_SUMS) : _SUMS_HEAD].hex() for data in answers]
-        return self._pending(found, digests, sum(map(len, messages)), scattered=True)
+        return found, digests, sum(map(len, messages))
 
     def _message(self, units: Sequence[Unit]) -> bytes:
         if self._bad is not None:
@@ -566,18 +576,6 @@ class Transfer:
         if isinstance(sums, bytes):
             return sums
         return _SUMS + bytes.fromhex(digest) + coder.encode(units, sums)
-
-    def _pending(
-        self,
-        found: list[list[Entries]],
-        messages: list[str],
-        payload_bytes: int,
-        *,
-        scattered: bool = False,
-    ) -> PendingRound:
-        entries = sum(len(positions) for positions, _ in self._own)
-        apply = partial(self._reduction.step, self._number, found, self._group.size)
-        return PendingRound(entries, payload_bytes, apply, messages, scattered)
 
     def _all_read(self, problem: CorruptMessage | None) -> None:
         """Raises CorruptMessage or Diverged on all trainers unless every one has read

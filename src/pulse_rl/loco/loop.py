@@ -266,11 +266,9 @@ class OuterLoop(NotCopyable):
     def _write_start(self) -> None:
         """Between rounds, gives the model the local start that is due, unless it holds it."""
         residual = self.reduction.residual
-        if (
-            residual is not None
-            and self.inner_step == 0
-            and residual.started_with != self._lookahead()
-        ):
+        if residual is None or self.inner_step:
+            return
+        if residual.started_with != self._lookahead():
             self.trainer.whole(lambda: self.trainer.write_start(self._lookahead()))
 
     @contextmanager

@@ -296,7 +296,8 @@ class Trainer:
         if self.name:
             saved["trainer"] = self.name
         for key, flat in self._arrays().items():
-            saved[key] = self.parameters.copies(flat)
+            views = self.parameters.by_name(flat)
+            saved[key] = {name: view.clone() for name, view in views.items()}
         if residual is not None and residual.started_with:
             saved["started_with"] = float(residual.started_with)
         if residual is not None and residual.includes_sent:

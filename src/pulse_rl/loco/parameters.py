@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -77,10 +78,9 @@ class Optimizers:
 
     def label(self, number: int) -> str:
         """Words for messages."""
-        one = len(self._all) == 1
-        return (
-            "the optimizer" if one else f"optimizer {number} ({type(self._all[number]).__name__})"
-        )
+        if len(self._all) == 1:
+            return "the optimizer"
+        return f"optimizer {number} ({type(self._all[number]).__name__})"
 
     def require(self, named: dict[str, torch.Tensor]) -> None:
         """Raises InputError unless each tensor that is trained is in ``named`` and belongs to one
@@ -92,8 +92,7 @@ class Optimizers:
                 if id(p) not in names:
                     raise InputError(
                         f"{self.label(number)} trains tensors that are not parameters of the "
-                        f"model: {place}, "
-                        f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}",
+                        f"model: {place}, {str(p.dtype).removeprefix('torch.')} {list(p.shape)}",
                         hint=_NOT_IN_THE_MODEL,
                     )
                 if owner.setdefault(id(p), number) != number:
@@ -114,25 +113,20 @@ class Optimizers:
                 seen[number] = _gradients(optimizer)
             after_step()
 
-        def watch(number: int) -> Callable[..., None]:
-            def check(
-                _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-            ) -> None:
-                # A closure makes its gradients in the step itself. The first argument may be the
-                # optimizer.
-                closure = kwargs.get("closure") or any(callable(a) for a in args)
-                if not closure and _unchanged(seen.pop(number, [])):
-                    raise InputError(
-                        f"{self.label(number)} steps after {self.label(len(self._all) - 1)}, the "
-                        "last one of the list",
-                        hint="List the optimizers in the order of their step() calls: the last "
-                        "one ends an inner step.",
-                    )
-
-            return check
+        def check(number: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A closure makes its gradients in the step itself. The first argument may be the
+            # optimizer.
+            closure = kwargs.get("closure") or any(callable(a) for a in args)
+            if not closure and _unchanged(seen.pop(number, [])):
+                raise InputError(
+                    f"{self.label(number)} steps after {self.label(len(self._all) - 1)}, the "
+                    "last one of the list",
+                    hint="List the optimizers in the order of their step() calls: the last "
+                    "one ends an inner step.",
+                )
 
         handles: list[Any] = [
-            optimizer.register_step_pre_hook(watch(number))
+            optimizer.register_step_pre_hook(partial(check, number))
             for number, optimizer in enumerate(self._all[:-1])
         ]
         return [*handles, self._all[-1].register_step_post_hook(end)]
@@ -304,9 +298,8 @@ class Parameters:
     def first_non_finite(self, flat: Floats) -> str | None:
         """The name of the first parameter with a value that is not finite (`is_finite`), None
         without one."""
-        for block in (
-            self.blocks
-        ):  # a block at a time: temporaries of the whole would cost more than the check
+        # A block at a time: temporaries of the whole would cost more than the check.
+        for block in self.blocks:
             finite = is_finite(block.of(flat))
             if not finite.all():
                 return self.name_at(block.start + int(np.argmin(finite)))
@@ -321,10 +314,6 @@ class Parameters:
     def by_name(self, flat: Floats) -> dict[str, torch.Tensor]:
         """The flat array as torch's tensors, without copying."""
         return {name: torch.from_numpy(view) for name, view in self.views(flat).items()}
-
-    def copies(self, flat: Floats) -> dict[str, torch.Tensor]:
-        """The flat array as torch's tensors, each with memory of its own."""
-        return {name: view.clone() for name, view in self.by_name(flat).items()}
 
     def state(self, flat: Floats) -> State:
         """The flat array as a state, for its root; no copy."""
@@ -352,9 +341,6 @@ class Parameters:
         """The present values of a segment's parameters: the model's own memory where that is FP32
         on the host."""
         return self._piece(segment).to("cpu", torch.float32).numpy()
-
-    def is_bf16(self, segment: Segment) -> bool:
-        return self.tensors[segment.spec.name].dtype == torch.bfloat16
 
     @torch.no_grad()
     def give(self, segment: Segment, fill: Callable[[Floats], object]) -> None:
@@ -386,9 +372,8 @@ class Parameters:
 
     def as_written(self, block: FlatBlock, values: Floats) -> Floats:
         """What `write` makes of ``values``, those of a block, as FP32."""
-        if all(
-            self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments
-        ):
+        dtypes = {self.tensors[segment.spec.name].dtype for segment in block.segments}
+        if dtypes == {torch.float32}:
             return values
         start = values.copy()
         for part, segment in parts(block):

@@ -131,9 +131,8 @@ class Ranks:
         # A tensor may be on some of the ranks, and again on the others; then it must be the same
         # one.
         apart = {name: t for name, t in self._sharded.items() if _ranks_of(t) != members}
-        self._require_same(
-            {**apart, **{name: t for name, t in self._trained.items() if not is_sharded(t)}}
-        )
+        replicas = {name: t for name, t in self._trained.items() if not is_sharded(t)}
+        self._require_same({**apart, **replicas})
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor on the rank that leads: the tensor itself, unless it is
@@ -170,9 +169,8 @@ class Ranks:
                 made = work()
             except BaseException as caught:
                 failure = caught
-            written = [
-                name for name, version in self._versions().items() if before.get(name) != version
-            ]
+            after = self._versions()
+            written = [name for name in after if before.get(name) != after[name]]
             message = json.dumps([made, written, counters()]).encode()
         try:
             said, error = self._serial.run(
@@ -266,10 +264,9 @@ class Ranks:
                 partial = any(placement.is_partial() for placement in placements)
                 if partial or not _same_bits(_slice(_full(tensor), tensor), _local(tensor)):
                     wrong = wrong or f"{name!r} is placed as {placements}"
-        if wrong := next(
-            filter(None, (said.decode() for said in self._all_say("slices", wrong.encode()))), ""
-        ):
-            raise UnsupportedTensor(wrong, hint=_HINT)
+        said = self._all_say("slices", wrong.encode())
+        if first := next(filter(None, said), b""):
+            raise UnsupportedTensor(first.decode(), hint=_HINT)
 
     @torch.no_grad()
     def _require_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -324,9 +321,8 @@ def _slice(full: torch.Tensor, tensor: Any) -> torch.Tensor:
     """What this rank has of a tensor that is ``full`` where all have it."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        full, tensor.device_mesh, tensor.placements, src_data_rank=None
-    ).to_local()
+    here = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return here.to_local()
 
 
 # -- tensors as bits
@@ -340,9 +336,8 @@ def require_dense(tensor: torch.Tensor, what: str) -> None:
         State.of({what: tensor})
     except (UnsupportedTensor, ValueError) as error:  # a ValueError of torch: not initialized
         raise UnsupportedTensor(f"trainers cannot keep {what} equal: {error}") from None
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in sizes):
         raise UnsupportedTensor(
             f"trainers cannot keep {what} equal: its elements share memory",
             hint="Give the tensor memory of its own: clone() an expanded one.",
@@ -364,10 +359,8 @@ def fingerprint(tensor: torch.Tensor) -> object:
 def fingerprint_on_device(tensor: torch.Tensor) -> int:
     """The elements as integers, multiplied by numbers at random and added up, modulo 2^64."""
     words = _bytes(tensor).view(_INTS[tensor.element_size()])
-    weights, found = (
-        _weights(tensor.device),
-        torch.zeros((), dtype=torch.int64, device=tensor.device),
-    )
+    weights = _weights(tensor.device)
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _PIECE):
         piece = words[start : start + _PIECE]
         found = found * _ODD + (piece * weights[: len(piece)]).sum()

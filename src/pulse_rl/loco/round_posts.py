@@ -126,10 +126,8 @@ class RoundPosts:
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
         posts = list[Upload]()
-        for post in sorted(
-            self.store.posts(self.place.round),
-            key=lambda post: (post.trainer not in members, *post),
-        ):
+        there = self.store.posts(self.place.round)
+        for post in sorted(there, key=lambda post: (post.trainer not in members, *post)):
             tried[post.trainer] += not self._is_refused(post)
             if tried[post.trainer] <= _MAX_POSTS:
                 posts.append(post)
@@ -190,7 +188,7 @@ class RoundPosts:
         return self._decoded(parts, share, message)
 
     def message(self, post: Upload) -> list[Entries] | str:
-        """All entries of a post, by block."""
+        """All entries of a post of one part, by block."""
         if post not in self._messages:
             self._messages[post] = self._fetched(post)
         return self._messages[post]
@@ -202,18 +200,11 @@ class RoundPosts:
         parts = self._take_head(post, data)
         if isinstance(parts, str):
             return parts
-        by_share: list[list[Entries]] = []
-        stop = head_bytes(len(parts))
-        for share, part in enumerate(parts):
-            start, stop = stop, stop + part.nbytes
-            message = data[start:stop]
-            if sha256(message).digest() != part.digest:
-                raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
-            found = self._decoded(parts, share, message)
-            if isinstance(found, str):
-                return found
-            by_share.append(found)
-        return self.by_block(by_share)
+        message = data[head_bytes(1) :]
+        if sha256(message).digest() != parts[0].digest:
+            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
+        found = self._decoded(parts, 0, message)
+        return found if isinstance(found, str) else self.by_block([found])
 
     def _bytes(self, post: Upload, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:

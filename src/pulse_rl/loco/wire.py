@@ -93,33 +93,6 @@ class Wire:
         )
         return rounded.view(np.float32)
 
-    def encode(
-        self,
-        theta: Floats,
-        momentum: Floats,
-        rounding: Rounding,
-        entries: Entries,
-        known: KnownClasses | None = None,
-    ) -> bytes:
-        """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the
-        block's; values must be ``round``'s results."""
-        return encode_entries(theta, momentum, rounding, *entries, self.mantissa, known)
-
-    def decode(
-        self,
-        payloads: Sequence[bytes | memoryview],
-        theta: Floats,
-        momentum: Floats,
-        rounding: Rounding,
-        known: KnownClasses | None = None,
-    ) -> list[Entries]:
-        """The entries of one block from several trainers. Raises CorruptMessage."""
-        views = [np.frombuffer(p, np.uint8) for p in payloads]
-        try:
-            return decode_entries(views, theta, momentum, rounding, self.mantissa, known)
-        except Malformed as error:
-            raise CorruptMessage(str(error)) from None
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -200,7 +173,7 @@ class Coder:
     threads: int | None
 
     def encode(self, units: Sequence[Unit], entries: Sequence[Entries]) -> bytes:
-        """The message of the ``entries`` of each unit."""
+        """The message of the ``entries`` of each unit; values must be results of `Wire.round`."""
         return self.encode_each([units], [entries])[0]
 
     def encode_each(
@@ -211,7 +184,8 @@ class Coder:
         def encode(item: tuple[Unit, Entries]) -> bytes:
             unit, found = item
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
+            known = self.classes.of(unit)
+            return encode_entries(theta, momentum, self.rounding, *found, self.wire.mantissa, known)
 
         items = [
             each for pair in zip(shares, entries, strict=True) for each in zip(*pair, strict=True)
@@ -233,9 +207,16 @@ class Coder:
                 )
 
         def decode(number: int) -> list[Entries]:
-            unit, payloads = units[number], [message.payloads[number] for message in parsed]
+            unit = units[number]
+            views = [np.frombuffer(message.payloads[number], np.uint8) for message in parsed]
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.decode(payloads, theta, momentum, self.rounding, self.classes.of(unit))
+            known = self.classes.of(unit)
+            try:
+                return decode_entries(
+                    views, theta, momentum, self.rounding, self.wire.mantissa, known
+                )
+            except Malformed as error:
+                raise CorruptMessage(str(error)) from None
 
         return list(ordered_map(decode, list(range(len(units))), self.threads))
 

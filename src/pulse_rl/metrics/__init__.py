@@ -126,20 +126,15 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     try:
         with open_regular(checked_path(path)) as file:
             while line := file.readline(MAX_LINE_BYTES):
-                event = _parsed(line)
-                if event is not None:
+                try:
+                    event = json.loads(line, parse_int=short_int)
+                except (ValueError, RecursionError):
+                    continue
+                known = isinstance(event, dict) and isinstance(event.get("event"), str)
+                if known and isinstance(event.get("time"), int | float):
                     yield event
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line, parse_int=short_int)
-    except (ValueError, RecursionError):
-        return None
-    known = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if known and isinstance(event.get("time"), int | float) else None
 
 
 def _snake_case(name: str) -> str:
@@ -333,9 +328,8 @@ class PrometheusMetrics:
             case FallbackUsed():
                 self._metrics["path_failures"].labels(event.stream, SUBSCRIBER, event.kind).inc()
                 if event.kind in self._checks:
-                    self._metrics["verification_failures"].labels(
-                        event.stream, SUBSCRIBER, event.kind
-                    ).inc()
+                    failures = self._metrics["verification_failures"]
+                    failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
             case Folded():
                 if event.nbytes < event.patch_bytes:
                     self._metrics["fold_bytes"].labels(event.stream, PUBLISHER).inc(event.nbytes)

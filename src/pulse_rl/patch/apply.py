@@ -81,16 +81,11 @@ class TensorChanges:
         """Whether the changes fit a tensor of ``elements`` elements of ``width`` bytes."""
         kind = np.dtype(f"u{width}")
         for positions, shift, values in self._pieces:
-            if (
-                values.dtype != kind
-                or positions.dtype.kind not in "iu"
-                or values.shape != positions.shape
-            ):
+            alike = values.dtype == kind and values.shape == positions.shape
+            if not alike or positions.dtype.kind not in "iu":
                 return False
-            if (
-                len(values)
-                and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift
-            ):
+            first, end = -shift, elements - shift
+            if len(values) and not first <= int(positions.min()) <= int(positions.max()) < end:
                 return False
         return True
 
@@ -114,21 +109,13 @@ class TensorChanges:
             at += len(new)
 
     def _joined(self) -> Piece:
-        pieces = self._pieces
-        if len(pieces) == 1 and pieces[0].positions.dtype == np.int64:
-            return pieces[0]
-        indices = np.empty(self._count, np.int64)
-        at = 0
-        for positions, shift, values in pieces:
-            np.add(positions, shift, out=indices[at : at + len(values)], dtype=np.int64)
-            at += len(values)
-        joined = Piece(
-            indices,
-            0,
-            pieces[0].values if len(pieces) == 1 else np.concatenate([p.values for p in pieces]),
-        )
-        self._pieces = (joined,)
-        return joined
+        first = self._pieces[0]
+        if len(self._pieces) > 1 or first.positions.dtype != np.int64:
+            indices = np.empty(self._count, np.int64)
+            values = np.empty(self._count, first.values.dtype)
+            self.write_into(indices, values)
+            self._pieces = (Piece(indices, 0, values),)
+        return self._pieces[0]
 
 
 #: The changes of a state by tensor name, without unchanged tensors.
@@ -160,9 +147,8 @@ def difference(old: State, new: State) -> StateChanges:
     """The changes from ``old`` to ``new``, two states of the same tensors."""
     changes = {}
     for spec in new.specs:
-        indices = np.flatnonzero(
-            old.read(spec.name) != new.read(spec.name)
-        )  # int64: a tensor may have more than 2^32 elements
+        # int64: a tensor may have more than 2^32 elements.
+        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))
         if len(indices):
             changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes
@@ -196,9 +182,8 @@ class Patch:
         covered = {
             segment.spec for index in self.payloads for segment in self.header.cuts[index].segments
         }
-        if digest.whole != self.header.specs or covered != {
-            spec for spec in state.specs if spec.elements
-        }:
+        held = {spec for spec in state.specs if spec.elements}
+        if digest.whole != self.header.specs or covered != held:
             raise StateMismatch(
                 "the patch is for other tensors, or cut in another way, than the part that is held"
             )
@@ -317,12 +302,8 @@ def apply_patch(
         )
     patch.require(state, digest)
     blocks, payloads = header.cuts, patch.payloads
-    needed = (
-        header.history
-        if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
-        else None
-    )
-    known = (history or History()).named(needed, blocks) if needed else None
+    by_history = any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
+    known = (history or History()).named(header.history, blocks) if by_history else None
     sliced = not header.is_whole  # blocks may end within leaves: hash these at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)

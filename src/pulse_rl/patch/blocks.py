@@ -209,10 +209,9 @@ def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Ch
     """For each changed segment of a block: (segment, position of its first element, its
     changes)."""
     ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
+    lasts = bits.below(changes.positions, ends)
     base = first = 0
-    for segment, end, last in zip(
-        block.segments, ends, bits.below(changes.positions, ends), strict=True
-    ):
+    for segment, end, last in zip(block.segments, ends, lasts, strict=True):
         if last > first:
             yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
         base, first = end, last
@@ -248,9 +247,8 @@ def recut(
                     # From a position in the old segment to one in the new block. The sum has 64
                     # bits, since the shift may be negative.
                     shift = base + segment.start - start
-                    positions.append(
-                        (piece.positions[first:last].astype(np.int64) + shift).astype(np.uint32)
-                    )
+                    moved = piece.positions[first:last].astype(np.int64) + shift
+                    positions.append(moved.astype(np.uint32))
                     values.append(piece.values[first:last])
             base += stop - start
         if sum(map(len, positions)):

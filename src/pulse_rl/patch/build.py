@@ -26,10 +26,8 @@ from .tree import ChangedBlock, Leaves, changed_inner_leaves
 # If more than one element in this many changed, old bits are not kept: their memory costs more than
 # to read them again.
 _DENSE = 4
-_STRIDE, _FEW = (
-    16,
-    4096,
-)  # of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors
+# Of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors.
+_STRIDE, _FEW = 16, 4096
 
 
 class CodedBlock(NamedTuple):
@@ -87,13 +85,9 @@ def code_blocks(
             for index in group:
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)
+                past, stride = known.past(index), 1 if copied else _STRIDE
                 encoded, changes = encode_verified(
-                    block,
-                    before,
-                    after,
-                    known.past(index),
-                    codec=codec,
-                    stride=1 if copied else _STRIDE,
+                    block, before, after, past, codec=codec, stride=stride
                 )
                 if changes is None:
                     coded.append(CodedBlock(index, encoded, None))
@@ -156,11 +150,9 @@ def to_keep(changes: Changes, block: Block) -> Changes:
 
     Old bits are dropped if there are many.
     """
-    return (
-        changes._replace(before=None)
-        if _DENSE * len(changes.positions) > block.elements
-        else changes
-    )
+    if _DENSE * len(changes.positions) > block.elements:
+        return changes._replace(before=None)
+    return changes
 
 
 def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stride: int) -> bool:

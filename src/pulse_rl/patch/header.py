@@ -30,9 +30,8 @@ MAX_SLICES = 1 << 20
 #: The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
 #: version.
 CHECK_BYTES = 8
-_PRELUDE = struct.Struct(
-    "<8sIII8s"
-)  # magic, format, stored bytes, plain bytes, check of the stored header
+# Magic, format, stored bytes, plain bytes, check of the stored header.
+_PRELUDE = struct.Struct("<8sIII8s")
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
 _NUMBER_BYTES = 10
@@ -113,13 +112,11 @@ class PatchHeader:
         put_number(out, len(self.blocks))
         out += bytes(entry.codec_id for entry in self.blocks)
         # Columns compress better than rows, and random checks would separate them.
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                put_number(out, entry.changed)
-                put_number(out, entry.length)
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                out += entry.check
+        coded = [entry for entry in self.blocks if entry.codec_id != SAME]
+        for entry in coded:
+            put_number(out, entry.changed)
+            put_number(out, entry.length)
+        out += b"".join(entry.check for entry in coded)
         return closed_header(bytes(out))
 
 
@@ -132,13 +129,10 @@ def all_of(specs: Sequence[TensorSpec]) -> tuple[Slice, ...]:
 def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple[Slice, ...]:
     """The slices of a file that holds these ``segments`` of the tensors ``specs``, both in
     order."""
-    begins = dict(
-        zip(
-            (s.name for s in specs),
-            accumulate((s.elements for s in specs), initial=0),
-            strict=False,
-        )
-    )
+    begins, at = dict[str, int](), 0
+    for spec in specs:
+        begins[spec.name] = at
+        at += spec.elements
     found: list[Slice] = []
     for segment in segments:
         if segment.elements:
@@ -184,13 +178,9 @@ class Base:
         """An upper bound for the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
-        history = _NUMBER_BYTES + CHECK_BYTES
-        return (
-            64
-            + history
-            + _NUMBER_BYTES * (2 + 2 * slices)
-            + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
-        )
+        # Two roots, the history's name, both counts and the slices; then the blocks.
+        start = 64 + _NUMBER_BYTES + CHECK_BYTES + _NUMBER_BYTES * (2 + 2 * slices)
+        return start + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
 
     def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
         """The blocks of a file with these ``slices``. Raises CorruptPatch."""
@@ -205,12 +195,9 @@ class Base:
             first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
             room.take(last - first + 1)
             for k in range(first, last + 1):
-                begin = self._ends[k] - self._held[k].elements
-                segments.append(
-                    Segment(
-                        self._held[k], max(start, begin) - begin, min(stop, self._ends[k]) - begin
-                    )
-                )
+                spec, end = self._held[k], self._ends[k]
+                begin = end - spec.elements
+                segments.append(Segment(spec, max(start, begin) - begin, min(stop, end) - begin))
         return cut(self.specs, segments)
 
 
@@ -445,7 +432,3 @@ class JoinedHeader:
         """Whether one file covers the whole state, so that its blocks are those of whole
         tensors."""
         return len(self.files) == 1
-
-    @property
-    def elements(self) -> int:
-        return sum(spec.elements for spec in self.specs)

@@ -66,9 +66,8 @@ class Window(NamedTuple):
             return self
         changes = {index: _decoded(records) for index, records in self.records.items()}
         made = recut(changes, self.blocks, blocks)
-        return self._replace(
-            records={index: _encoded(found) for index, found in made.items()}, blocks=blocks
-        )
+        records = {index: _encoded(found) for index, found in made.items()}
+        return self._replace(records=records, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ class History:
     def of(self, blocks: Blocks) -> History:
         """The same history by another cut of the same tensors."""
         one = self.windows[0].blocks if self.windows else blocks
-        if one == blocks and all(
-            window.blocks is one for window in self.windows
-        ):  # by identity: equal cuts are one object
+        # By identity: equal cuts are one object.
+        if one == blocks and all(window.blocks is one for window in self.windows):
             return self
         return History(tuple(window.of(blocks) for window in self.windows))
 
@@ -128,11 +126,9 @@ class History:
 
     def last(self, count: int) -> History:
         """The last ``count`` windows."""
-        return (
-            History(self.windows[len(self.windows) - count :])
-            if count < len(self.windows)
-            else self
-        )
+        if count >= len(self.windows):
+            return self
+        return History(self.windows[len(self.windows) - count :])
 
     def after(self, window: Window | None, windows: int, most: int) -> History:
         """The history at the next version, whose manifest remembers the last ``windows`` windows.
@@ -220,9 +216,8 @@ def _encoded(changes: Changes) -> Records:
     gaps = np.diff(changes.positions.astype(np.int64), prepend=-1) - 1
     longer, rest = np.divmod(gaps, _LONGEST_GAP)
     records = np.full(len(gaps) + int(longer.sum()), _LONGEST_GAP, "<u4")
-    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(
-        np.uint32
-    ) | changes.values << np.uint32(16)
+    steps = changes.values << np.uint32(16)
+    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(np.uint32) | steps
     return records.view(np.uint8)
 
 

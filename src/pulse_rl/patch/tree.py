@@ -38,11 +38,8 @@ def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]
         sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments)
         for block in blocks
     ]
-    lanes = (
-        SIDE_BY_SIDE
-        if sum(leaves) >= SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
-        else 1
-    )
+    enough = SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
+    lanes = SIDE_BY_SIDE if sum(leaves) >= enough else 1
     # Close a group when it fills the lanes or the dtype changes.
     groups, start, found = [], 0, 0
     for index, block in enumerate(blocks):
@@ -124,11 +121,8 @@ def numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
 
 def numbered_leaves(digest: StateDigest) -> Leaves:
     """All leaves of a tree by name and number."""
-    return {
-        (name, k): of[32 * k : 32 * k + 32]
-        for name, of in digest.leaves.items()
-        for k in range(len(of) // 32)
-    }
+    whole = [Segment(spec, 0, spec.elements) for spec in digest.specs]
+    return numbered(whole, [digest.leaves[spec.name] for spec in digest.specs])
 
 
 def tree_of(specs: tuple[TensorSpec, ...], leaves: Leaves) -> StateDigest:

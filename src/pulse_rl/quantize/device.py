@@ -94,9 +94,8 @@ def to_e2m1(
     edges = _there(_E2M1_EDGES, ints)
     of_columns = blocks[2] == 1
     apart = blocks[0] if of_columns else 1  # of two codes in a byte
-    for at, given, quotients in _quotients(
-        ints, 0, blocks, scales, max(_PIECE // (2 * apart), 1) * 2 * apart
-    ):
+    each = max(_PIECE // (2 * apart), 1) * 2 * apart
+    for at, given, quotients in _quotients(ints, 0, blocks, scales, each):
         bits = quotients.masked_fill((quotients & _MAGNITUDE) > _INFINITY, 0)
         negative = given < 0 if of_columns else (bits < 0) & (bits & _MAGNITUDE > 0)
         pairs = (_above(bits & _MAGNITUDE, edges) | negative.int() << 3).view(-1, 2, apart)

@@ -222,9 +222,8 @@ class _PowersOfTwoAbove(PowersOfTwo):
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         with np.errstate(invalid="ignore"):  # of a signalling NaN
             bits = (most / _E2M1_MOST).view(np.uint32)
-        stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(
-            np.uint8
-        )
+        exponents = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN)
+        stored: npt.NDArray[np.uint8] = exponents.astype(np.uint8)
         return stored
 
 
@@ -413,19 +412,11 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
     *leading, columns = source.spec.shape
     _require_filled("rows", columns, source, group)
     groups = _RowGroups(source, group, packed)
-    codes, per_group = Computed(groups.codes), (*leading, columns // group.size)
-    return [
-        Made(name, "U8", (*leading, columns // 2), codes, (1, 2))
-        if packed
-        else Made(name, "F8_E4M3", source.spec.shape, codes),
-        Made(
-            f"{source.spec.name}_scale",
-            scales,
-            per_group,
-            Computed(groups.scales),
-            (1, group.size),
-        ),
-    ]
+    of_codes = Made(name, "F8_E4M3", source.spec.shape, Computed(groups.codes))
+    if packed:
+        of_codes = of_codes._replace(dtype="U8", shape=(*leading, columns // 2), per=(1, 2))
+    shape, made = (*leading, columns // group.size), Computed(groups.scales)
+    return [of_codes, Made(f"{source.spec.name}_scale", scales, shape, made, (1, group.size))]
 
 
 def _require_filled(what: str, elements: int, source: Source, group: _Group) -> None:
@@ -483,14 +474,9 @@ def gpt_oss_mxfp4(source: Source) -> list[Made] | None:
     group = _PowersOfTwoAbove(2)
     _require_filled("columns", rows, source, group)
     shape = (experts, columns, rows // group.size)
+    codes = _ColumnGroups(source, group, codes=True)
     return [
-        Made(
-            f"{name}_blocks",
-            "U8",
-            (*shape, group.size // 2),
-            _ColumnGroups(source, group, codes=True),
-            (0, 0),
-        ),
+        Made(f"{name}_blocks", "U8", (*shape, group.size // 2), codes, (0, 0)),
         Made(f"{name}_scales", "U8", shape, _ColumnGroups(source, group, codes=False), (0, 0)),
     ]
 
@@ -512,14 +498,8 @@ _FUSED = re.compile(
 
 def _e4m3_codes(wanted: Floats) -> npt.NDArray[np.uint8]:
     codes = np.empty(len(wanted), np.uint8)
-    to_e4m3(
-        wanted.view(np.uint8),
-        4,
-        0,
-        (max(len(wanted), 1), 1, 1 << 40),
-        np.ones(1, np.float32),
-        codes,
-    )
+    one_block = max(len(wanted), 1), 1, 1 << 40
+    to_e4m3(wanted.view(np.uint8), 4, 0, one_block, np.ones(1, np.float32), codes)
     return codes
 
 

@@ -218,11 +218,8 @@ def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]
     kept = next((config[key] for key in KEPT_KEYS if config.get(key)), ())
     # As transformers reads it: a module's whole name, or the start or the end of one.
     parts = [*_KEPT, *(pattern for name in kept for pattern in (name, f"{name}.*", f"*.{name}"))]
-    if (
-        method == "fp8"
-        and config.get("weight_block_size") == [TILE, TILE]
-        and not config.get("scale_fmt")
-    ):
+    in_tiles = config.get("weight_block_size") == [TILE, TILE]
+    if method == "fp8" and in_tiles and not config.get("scale_fmt"):
         return FORMATS["fp8_block"], "", parts
     if method == "mxfp4":
         return gpt_oss_mxfp4, "", parts
@@ -240,8 +237,7 @@ def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]
         f"({config.get('format') or config.get('quant_algo') or 'no format'}) is "
         "none that can be made here",
         hint="fp8 with weight_block_size [128, 128], modelopt with NVFP4, mxfp4, and "
-        "compressed-tensors with "
-        f"{', '.join(_COMPRESSED)}; or give a function.",
+        f"compressed-tensors with {', '.join(_COMPRESSED)}; or give a function.",
     )
 
 
@@ -255,20 +251,14 @@ def _by_function(
     made = _call(function, source)
     if made is None:
         return None
-    again = _Again(function, source, made.specs)
-    return [
+    again, found = _Again(function, source, made.specs), list[Made]()
+    for s in made.specs:
         # Tensors that are small next to the weight are kept; others are made again when they are
         # read.
-        Made(
-            s.name,
-            s.dtype.name,
-            s.shape,
-            made.read(s.name)
-            if 16 * s.nbytes <= spec.nbytes
-            else Computed(partial(again.read, s.name)),
-        )
-        for s in made.specs
-    ]
+        is_small = 16 * s.nbytes <= spec.nbytes
+        data = made.read(s.name) if is_small else Computed(partial(again.read, s.name))
+        found.append(Made(s.name, s.dtype.name, s.shape, data))
+    return found
 
 
 def _call(function: Callable[[str, Any], Mapping[str, Any] | None], source: Source) -> State | None:

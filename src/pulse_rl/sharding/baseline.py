@@ -180,14 +180,11 @@ def _restore_slices(
 def _side_by_side(histories: Sequence[History]) -> History:
     """What all of ``histories``, each of some blocks of a state, remember together."""
     count = min(len(history.windows) for history in histories)
-    return History(
-        tuple(
-            of[0]._replace(
-                records={index: found for window in of for index, found in window.records.items()}
-            )
-            for of in zip(*(history.last(count).windows for history in histories), strict=True)
-        )
-    )
+    joined: list[Window] = []
+    for of in zip(*(history.last(count).windows for history in histories), strict=True):
+        records = {index: found for window in of for index, found in window.records.items()}
+        joined.append(of[0]._replace(records=records))
+    return History(tuple(joined))
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -5,6 +5,7 @@ publish (docs/format.md, section 2), with the digests of all leaves. Never whole
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -152,6 +153,14 @@ def hash_shared(
 
     ``elements`` gives this rank's. All ranks call this with the same leaves. Raises RankLost.
     """
+
+    def absorb(some: list[tuple[bytes, Segment]]) -> list[bytes]:
+        """The midstates, once each has absorbed the elements of its segment."""
+        midstates = np.frombuffer(b"".join(midstate for midstate, _ in some), np.uint8)
+        arrays = [elements(segment).view(np.uint8) for _, segment in some]
+        data = sha256_absorb(midstates, arrays)
+        return [data[MIDSTATE_BYTES * k :][:MIDSTATE_BYTES] for k in range(len(some))]
+
     me, found = ranks.rank, dict[tuple[str, int], bytes]()
     held: dict[int, bytes] = {}
     # Step by step, all leaves at once: of each the rank whose turn it is absorbs its bytes, and
@@ -161,9 +170,9 @@ def hash_shared(
         mine = [k for k in now if leaves[k][step].rank == me]
         if step == 0:
             held = {k: sha256_begin(1) for k in mine}
-        absorbed = _absorb(
-            [held.pop(k) for k in mine], [leaves[k][step].segment for k in mine], elements, threads
-        )
+        due = [(held.pop(k), leaves[k][step].segment) for k in mine]
+        batches = [due[at : at + _TOGETHER] for at in range(0, len(due), _TOGETHER)]
+        absorbed = chain.from_iterable(ordered_map(absorb, batches, threads))
         sent: dict[int, bytearray] = {}
         for k, midstate in zip(mine, absorbed, strict=True):
             if step + 1 == len(leaves[k]):  # the last fragment: the leaf is this rank's
@@ -185,26 +194,6 @@ def hash_shared(
             data = received[rank].tobytes()
             held |= {k: data[MIDSTATE_BYTES * i :][:MIDSTATE_BYTES] for i, k in enumerate(of)}
     return found
-
-
-def _absorb(
-    midstates: list[bytes],
-    segments: list[Segment],
-    elements: Callable[[Segment], UIntArray],
-    threads: int | None,
-) -> list[bytes]:
-    """The midstates once each has absorbed the elements of the segment in its place."""
-
-    def run(first: int) -> list[bytes]:
-        some = midstates[first : first + _TOGETHER]
-        arrays = [
-            elements(segment).view(np.uint8) for segment in segments[first : first + _TOGETHER]
-        ]
-        data = sha256_absorb(np.frombuffer(b"".join(some), np.uint8), arrays)
-        return [data[MIDSTATE_BYTES * k :][:MIDSTATE_BYTES] for k in range(len(some))]
-
-    starts = range(0, len(midstates), _TOGETHER)
-    return [midstate for some in ordered_map(run, starts, threads) for midstate in some]
 
 
 def gather_tree(layout: ShardedLayout, ranks: RankGroup, own: Leaves) -> StateDigest | None:

@@ -127,25 +127,17 @@ class SliceSpec:
                     skip = start + begin - at
                     for rows in outer.pieces(low // here, -(-high // here)):
                         for k in range(rows.rows):
-                            number, place = rows.number + k * rows.step, rows.place + k * rows.pitch
-                            size = end - begin
-                            yield Piece(
-                                number * here + begin,
-                                place * columns + skip,
-                                rows.length,
-                                size,
-                                here,
-                                columns,
-                            )
+                            number = (rows.number + k * rows.step) * here + begin
+                            place = (rows.place + k * rows.pitch) * columns + skip
+                            yield Piece(number, place, rows.length, end - begin, here, columns)
                 at += stop - start
 
     def put(self, part: UIntArray, first: int, flat: UIntArray, place: int) -> None:
         """Writes ``part``, the box's elements from number ``first``, into ``flat``, the flattened
         tensor's elements from ``place``."""
         for piece in self.pieces(first, first + len(part)):
-            piece.of(flat, piece.place - place, piece.pitch)[:] = piece.of(
-                part, piece.number - first, piece.step
-            )
+            rows = piece.of(part, piece.number - first, piece.step)
+            piece.of(flat, piece.place - place, piece.pitch)[:] = rows
 
     def take(
         self, read: Callable[[int, int], npt.NDArray[Any]], first: int, last: int
@@ -279,11 +271,6 @@ class ShardedLayout(PublishLayout):
         return replace(self, published=published, moved=moved, shared=shared)
 
 
-def flat_specs(segments: Sequence[Segment]) -> tuple[TensorSpec, ...]:
-    """Those of the segments' elements alone, under the tensors' names."""
-    return tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
-
-
 class SlicedState(State):
     """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes
     places in these, and raises IndexError outside of the segment.
@@ -302,7 +289,8 @@ class SlicedState(State):
     def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
         """Segments in new host memory, or in that which ``empty`` makes, with uninitialized
         values."""
-        return cls(segments, empty(flat_specs(segments), None))
+        flat = tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
+        return cls(segments, empty(flat, None))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         """Elements [``start``, ``stop``) of the whole tensor, as `State.read`."""
@@ -507,24 +495,16 @@ def layout_from_bytes(message: bytes) -> ShardedLayout:
     """What `layout_to_bytes` said."""
     said, aliases, published, moved, shared, shares, digest = json.loads(message)
     specs = {name: _to_spec(name, dtype, shape) for name, dtype, shape in said}
-    return ShardedLayout(
-        tuple(specs.values()),
-        aliases,
-        digest,
-        {
-            name: {rank: Segment(specs[name], start, stop) for rank, start, stop in of}
-            for name, of in published.items()
-        },
-        {
-            name: {rank: _to_box(of, specs[name]) for rank, of in boxes}
-            for name, boxes in moved.items()
-        },
-        {
-            k: tuple(SharedLeaf(rank, leaf, Segment(specs[name], *place)) for rank, *place in of)
-            for k, name, leaf, of in shared
-        },
-        shares,
-    )
+    for name, segments in published.items():
+        published[name] = {rank: Segment(specs[name], *place) for rank, *place in segments}
+    for name, boxes in moved.items():
+        moved[name] = {rank: _to_box(of, specs[name]) for rank, of in boxes}
+    leaves = {}
+    for k, name, leaf, of in shared:
+        places = [(rank, Segment(specs[name], *place)) for rank, *place in of]
+        leaves[k] = tuple(SharedLeaf(rank, leaf, segment) for rank, segment in places)
+    tensors = tuple(specs.values())
+    return ShardedLayout(tensors, aliases, digest, published, moved, leaves, shares)
 
 
 def _to_message(what: Any) -> bytes:

@@ -99,17 +99,10 @@ class ShardedRank(RankPublisher):
                 name: getattr(request, name)
                 for name in ("metadata", "dtype", "anchor", "after", "quantize")
             }
-            return _Call(
-                number,
-                True,
-                json.loads(json.dumps(arguments | {"stream": self._stream.name})),
-                sha256(held).hexdigest(),
-                len(held),
-                f"{at.version} {at.root} {len(at.history.windows)}" if at else "",
-                local,
-                held,
-                shared,
-            )
+            said = json.loads(json.dumps(arguments | {"stream": self._stream.name}))
+            digest = sha256(held).hexdigest()
+            known = f"{at.version} {at.root} {len(at.history.windows)}" if at else ""
+            return _Call(number, True, said, digest, len(held), known, local, held, shared)
 
         # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
         calls = self._ranks.each(described, _Call.to_message, _Call.from_message)

@@ -42,9 +42,8 @@ def below(positions: Positions, ends: Sequence[int]) -> list[int]:
 
 def take(elements: UIntArray, positions: Positions, base: int = 0) -> UIntArray:
     """``elements[positions - base]``; raises IndexError."""
-    return gather(elements.view(np.uint8), elements.dtype.itemsize, positions, base).view(
-        elements.dtype
-    )
+    taken = gather(elements.view(np.uint8), elements.dtype.itemsize, positions, base)
+    return taken.view(elements.dtype)
 
 
 def held(elements: UIntArray, positions: Positions, values: UIntArray) -> bool:

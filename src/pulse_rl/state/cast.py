@@ -111,14 +111,6 @@ def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
     return dtype if spec.dtype.name in _FLOATS and spec.dtype.width > dtype.width else spec.dtype
 
 
-def cast_specs(state: State, dtype: DType, uncast: Collection[str]) -> tuple[TensorSpec, ...]:
-    """The specs of a state after the cast, which leaves the tensors ``uncast`` as they are."""
-    return tuple(
-        s if s.name in uncast else TensorSpec(s.name, compute_dtype(s, dtype), s.shape)
-        for s in state.specs
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class CastTensor:
     """The tensor ``name`` of ``state``, cast to ``dtype`` on each read."""
@@ -128,9 +120,8 @@ class CastTensor:
     dtype: DType
 
     def read(self, start: int, stop: int) -> UIntArray:
-        return cast(
-            self.state.read(self.name, start, stop), self.state.spec(self.name).dtype, self.dtype
-        )
+        elements = self.state.read(self.name, start, stop)
+        return cast(elements, self.state.spec(self.name).dtype, self.dtype)
 
 
 class CastState(State):
@@ -140,10 +131,12 @@ class CastState(State):
     """
 
     def __init__(self, state: State, dtype: DType, uncast: Collection[str] = ()) -> None:
-        specs = cast_specs(state, dtype, uncast)
-        super().__init__(
-            specs, {s.name: CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases
+        specs = tuple(
+            s if s.name in uncast else TensorSpec(s.name, compute_dtype(s, dtype), s.shape)
+            for s in state.specs
         )
+        data = {s.name: CastTensor(state, s.name, s.dtype) for s in specs}
+        super().__init__(specs, data, state.aliases)
 
 
 def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:

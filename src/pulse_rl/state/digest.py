@@ -62,7 +62,11 @@ class StateDigest:
 
     def tensor(self, spec: TensorSpec) -> bytes:
         """The 32-byte digest of the tensor ``spec``."""
-        return tensor_digest(spec, self.leaves[spec.name])
+        name, dtype = spec.name.encode(), spec.dtype.name.encode()
+        head = struct.pack("<I", len(name)) + name + struct.pack("<I", len(dtype)) + dtype
+        sizes = b"".join(struct.pack("<Q", d) for d in spec.shape)
+        shape = struct.pack("<I", len(spec.shape)) + sizes
+        return sha256(_TENSOR_TAG + head + shape + self.leaves[spec.name]).digest()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -135,14 +139,6 @@ def _split(digests: bytes, arrays: Sequence[UIntArray]) -> list[bytes]:
     ends = accumulate(32 * -(-a.nbytes // LEAF_BYTES) for a in arrays)
     starts = [0, *ends]
     return [digests[start:end] for start, end in pairwise(starts)]
-
-
-def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
-    """The 32-byte digest of one tensor from its leaf digests."""
-    name, dtype = spec.name.encode(), spec.dtype.name.encode()
-    head = struct.pack("<I", len(name)) + name + struct.pack("<I", len(dtype)) + dtype
-    shape = struct.pack("<I", len(spec.shape)) + b"".join(struct.pack("<Q", d) for d in spec.shape)
-    return sha256(_TENSOR_TAG + head + shape + leaves).digest()
 
 
 def root_of(tensor_digests: bytes) -> str:

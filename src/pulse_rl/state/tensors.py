@@ -26,7 +26,6 @@ from .bits import UIntArray, contiguous
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import TypeIs
 
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -148,10 +147,8 @@ class TensorSpec:
             raise InputError(
                 f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}"
             )
-        if (
-            any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape)
-            or self.elements > MAX_TENSOR_ELEMENTS
-        ):
+        possible = all(0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape)
+        if not possible or self.elements > MAX_TENSOR_ELEMENTS:
             raise InputError(f"tensor {self.name!r} has an impossible shape {self.shape}")
 
     @property
@@ -301,7 +298,8 @@ class State:
 
     @classmethod
     def _taken(cls, source: StateSource) -> State:
-        if _is_module(source):
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and isinstance(source, torch.nn.Module):
             from ..frameworks.weights import whole_weights
 
             source = whole_weights(source)
@@ -351,11 +349,8 @@ class State:
         # A block can then be read without a copy.
         placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
         memory = contiguous([s.nbytes for s in placed])
-        return cls(
-            specs,
-            {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)},
-            aliases,
-        )
+        data = {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)}
+        return cls(specs, data, aliases)
 
     @property
     def elements(self) -> int:
@@ -498,12 +493,6 @@ Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
 
 
-def _is_module(source: object) -> TypeIs[torch.nn.Module]:
-    """Whether ``source`` is a torch.nn.Module. A program that has one has imported torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.nn.Module)
-
-
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:
     """The flat elements of the tensor ``name`` as the state stores them. Raises KeyError."""
     tensor: UIntArray | Readable = state._data[name]
@@ -575,11 +564,9 @@ def _ingest_torch(
     try:
         # Lazy conjugates and negatives share their address with the tensor, but not its values.
         bits_of = (value.is_conj(), value.is_neg())
-        storage = (
-            (str(value.device), value.data_ptr(), value.stride(), bits_of)
-            if value.numel()
-            else None
-        )
+        storage: object = None
+        if value.numel():
+            storage = str(value.device), value.data_ptr(), value.stride(), bits_of
         # FSDP frees the storage of unsharded parameters: reading one would be a segmentation fault.
         if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
             raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
@@ -587,11 +574,8 @@ def _ingest_torch(
             value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         )
         host = flat.numpy() if flat.device.type == "cpu" else None
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-    ) as error:  # fake, nested and wrapped tensors, and future kinds
+    # Fake, nested and wrapped tensors, and future kinds.
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}"
         ) from None
@@ -662,7 +646,8 @@ class Segment(NamedTuple):
 
 def cuda_tensors(state: State) -> dict[str, DeviceTensor]:
     """The tensors of ``state`` in the memory of CUDA devices, by their stored names."""
-    return {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
+    stored = {spec.name: stored_tensor(state, spec.name) for spec in state.specs}
+    return {n: t for n, t in stored.items() if isinstance(t, DeviceTensor) and t.is_cuda}
 
 
 def await_devices(state: State) -> None:
@@ -673,8 +658,3 @@ def await_devices(state: State) -> None:
     for device in {tensor.flat.device for tensor in cuda_tensors(state).values()}:
         torch: Any = sys.modules["torch"]
         torch.cuda.current_stream(device).synchronize()
-
-
-def _cuda_tensor(state: State, spec: TensorSpec) -> DeviceTensor | None:
-    tensor = stored_tensor(state, spec.name)
-    return tensor if isinstance(tensor, DeviceTensor) and tensor.is_cuda else None

@@ -210,7 +210,10 @@ def full_wins(scenario: Scenario) -> tuple[float | None, float | None]:
     """(density, bandwidth in bit/s) above which, all else equal, a full sync takes less time than a
     patch. None: it never does."""
     full, ours = _predict(scenario, "full"), _predict(scenario, "auto")
-    saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * _seconds_a_bit(scenario)
+    # From the trainer through the store to the worker that has it last.
+    upload = scenario.upload_bandwidth or scenario.bandwidth
+    seconds_a_bit = 1 / upload + scenario.sharers / scenario.bandwidth
+    saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * seconds_a_bit
     extra_coding = sum(ours.phases[name] - full.phases[name] for name in CODING)
     bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
 
@@ -227,12 +230,6 @@ def full_wins(scenario: Scenario) -> tuple[float | None, float | None]:
     return high, bandwidth
 
 
-def _seconds_a_bit(scenario: Scenario) -> float:
-    """From the trainer through the store to the worker that has it last."""
-    upload = scenario.upload_bandwidth or scenario.bandwidth
-    return 1 / upload + scenario.sharers / scenario.bandwidth
-
-
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
     """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which
     the fraction ``density`` changed. A patch is never larger than a full sync.
@@ -242,10 +239,9 @@ def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.
         return full
     where = _position_bits(density)
     ours = (2.4 + 0.52 * where + 5 * density**2) / 8
-    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}[
-        method
-    ]
-    return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
+    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}
+    changes = params * density * per_change[method]
+    return min(full, changes + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
 def utilization(nbytes: float, step_seconds: float, bandwidth: float) -> float:
@@ -306,18 +302,18 @@ def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
         hashed = verified = tree / at_once
     costs = COSTS[method]
     trip, loss = scenario.round_trip_seconds, scenario.loss
-    upload_trip = (
-        trip if scenario.upload_round_trip_seconds is None else scenario.upload_round_trip_seconds
+    upload_trip = scenario.upload_round_trip_seconds
+    if upload_trip is None:
+        upload_trip = trip
+    uploaded = transfer_seconds(
+        nbytes, scenario.upload_bandwidth or scenario.bandwidth, upload_trip, loss
     )
+    loaded = transfer_seconds(nbytes * scenario.sharers, scenario.bandwidth, trip, loss)
     return {
         "encode": _NANO * (costs.encode * n + costs.encode_change * changes) / at_once,
         "hash": _NANO * hashed,
-        "upload": transfer_seconds(
-            nbytes, scenario.upload_bandwidth or scenario.bandwidth, upload_trip, loss
-        )
-        + _PUBLISH_REQUESTS * upload_trip,
-        "download": transfer_seconds(nbytes * scenario.sharers, scenario.bandwidth, trip, loss)
-        + SYNC_REQUESTS * trip,
+        "upload": uploaded + _PUBLISH_REQUESTS * upload_trip,
+        "download": loaded + SYNC_REQUESTS * trip,
         "verify": _NANO * verified,
         "apply": _NANO * (costs.apply * n + costs.apply_change * changes) / at_once,
     }

@@ -134,7 +134,9 @@ def render(*, run: Run | None = None, study: Any = None, title: str = "Pulse rep
 def _run_parts(run: Run) -> list[str]:
     """What is drawn of a run: what each version cost, and how far its workers were behind."""
     everything = [event for of in run["events"].values() for event in of]
-    published = _by_version(e for e in everything if e["event"] == "published")
+    # The last event of each version, ascending.
+    newest = {e["version"]: e for e in everything if e["event"] == "published"}
+    published = [newest[version] for version in sorted(newest)]
     patched = [e for e in published if _finite(e.get("changed"))]
     versions = [e["version"] for e in patched]
     parts = [f"<h2>Stream {html.escape(run['stream'])}</h2>"]
@@ -142,20 +144,10 @@ def _run_parts(run: Run) -> list[str]:
     if patched:
         nbytes, full = fmean(e["patch_bytes"] for e in patched), patched[-1]["dense_bytes"]
         density = fmean(e["changed"] / max(e["elements"], 1) for e in patched)
-        parts.append(
-            _table(
-                ["versions", "changed", "a patch", "a full sync", "times smaller"],
-                [
-                    [
-                        str(len(published)),
-                        format_percent(density),
-                        format_bytes(nbytes),
-                        format_bytes(full),
-                        f"{full / max(nbytes, 1):.0f}",
-                    ]
-                ],
-            )
-        )
+        row = [str(len(published)), format_percent(density), format_bytes(nbytes)]
+        row += [format_bytes(full), f"{full / max(nbytes, 1):.0f}"]
+        head = ["versions", "changed", "a patch", "a full sync", "times smaller"]
+        parts.append(_table(head, [row]))
         shares = [100 * e["changed"] / max(e["elements"], 1) for e in patched]
         parts.append(_chart("Changed elements, %", [("", versions, shares)]))
         sizes = [e["patch_bytes"] / 1e6 for e in patched]
@@ -176,16 +168,12 @@ def _run_parts(run: Run) -> list[str]:
             for name, of in list(workers.items())[:_MAX_CHARTS]
         ]
         parts.append(_chart("Seconds from a version's commit to its sync", lags))
-        rows = [
-            [
-                name,
-                str(len(of)),
-                format_duration(median(e["lag_seconds"] for e in of)),
-                format_duration(median(e["seconds"] for e in of)),
-                format_bytes(sum(e["fetched_bytes"] for e in of)),
-            ]
-            for name, of in workers.items()
-        ]
+        rows = []
+        for name, of in workers.items():
+            lag = format_duration(median(e["lag_seconds"] for e in of))
+            took = format_duration(median(e["seconds"] for e in of))
+            fetched = format_bytes(sum(e["fetched_bytes"] for e in of))
+            rows.append([name, str(len(of)), lag, took, fetched])
         parts.append(_table(["worker", "syncs", "lag", "a sync", "fetched"], rows))
     # 3. Evaluations, and what went wrong.
     scores: dict[str, dict[int, float]] = defaultdict(dict)
@@ -194,8 +182,8 @@ def _run_parts(run: Run) -> list[str]:
             for name, value in (event.get("metrics") or {}).items():
                 if _finite(value):
                     scores[str(name)[:_MAX_TEXT]][event["version"]] = value
-    for name, of in list(scores.items())[:_MAX_CHARTS]:
-        parts.append(_chart(name, [("", sorted(of), [of[v] for v in sorted(of)])]))
+    for name, scored in list(scores.items())[:_MAX_CHARTS]:
+        parts.append(_chart(name, [("", sorted(scored), [scored[v] for v in sorted(scored)])]))
     failed = [
         [name, *(str(e.get(text, ""))[:_MAX_TEXT] for text in ("kind", "link", "reason"))]
         for name, of in run["events"].items()
@@ -211,46 +199,32 @@ def _run_parts(run: Run) -> list[str]:
 def _study_parts(study: Mapping[str, Any]) -> list[str]:
     """What is drawn of a study: sparsity by distance, by layer and over time."""
     rows = sorted(study["rows"], key=lambda row: float(row["k"]))
-    ks = [row["k"] for row in rows]
+
+    def changed(of: Mapping[str, Any]) -> float:
+        return 100 * (1 - float(of["sparsity"]))
+
+    table = []
+    for row in rows:
+        shares = [f"{float(row[n]):.3%}" for n in ("sparsity", "sparsity_min", "sparsity_max")]
+        nbytes, each = row.get("bytes"), row.get("bytes_per_changed")
+        costs = [format_bytes(nbytes) if _finite(nbytes) else ""]
+        costs += [f"{each:.3f}" if _finite(each) else ""]
+        table.append([str(row["k"]), *shares, *costs])
+    head = ["states apart", "unchanged", "lowest", "highest", "a patch", "bytes a change"]
+    by_distance = [("", [row["k"] for row in rows], [changed(row) for row in rows])]
     parts = [
         f"<h2>Study of {html.escape(str(study['source'])[:_MAX_TEXT])}: "
         f"{int(study['parameters']):,} parameters, {html.escape(str(study['dtype']))}</h2>",
-        _table(
-            ["states apart", "unchanged", "lowest", "highest", "a patch", "bytes a change"],
-            [
-                [
-                    str(row["k"]),
-                    *(f"{float(row[n]):.3%}" for n in ("sparsity", "sparsity_min", "sparsity_max")),
-                    format_bytes(row["bytes"]) if _finite(row.get("bytes")) else "",
-                    f"{row['bytes_per_changed']:.3f}"
-                    if _finite(row.get("bytes_per_changed"))
-                    else "",
-                ]
-                for row in rows
-            ],
-        ),
-        _chart(
-            "Changed elements by states apart, %",
-            [("", ks, [100 * (1 - float(row["sparsity"])) for row in rows])],
-            xlabel="states apart",
-        ),
+        _table(head, table),
+        _chart("Changed elements by states apart, %", by_distance, xlabel="states apart"),
     ]
     first = rows[0]["k"]
     layers = [layer for layer in study["layers"] if layer["k"] == first]
-    parts.append(
-        _bars(
-            "Changed elements by kind of layer, %",
-            [(str(e["layer"])[:40], 100 * (1 - float(e["sparsity"]))) for e in layers],
-        )
-    )
+    bars = [(str(layer["layer"])[:40], changed(layer)) for layer in layers]
+    parts.append(_bars("Changed elements by kind of layer, %", bars))
     pairs = [pair for pair in study["pairs"] if pair["k"] == first]
-    parts.append(
-        _chart(
-            "Changed elements over time, %",
-            [("", [p["new"] for p in pairs], [100 * (1 - float(p["sparsity"])) for p in pairs])],
-            xlabel="state",
-        )
-    )
+    over_time = [("", [pair["new"] for pair in pairs], [changed(pair) for pair in pairs])]
+    parts.append(_chart("Changed elements over time, %", over_time, xlabel="state"))
     return parts
 
 
@@ -320,12 +294,6 @@ def _is_drawn(event: Mapping[str, Any]) -> bool:
         and isinstance(event.get("stream"), str)
         and all(_finite(event.get(name)) for name in needed)
     )
-
-
-def _by_version(events: Any) -> list[dict[str, Any]]:
-    """The last event of each version, ascending."""
-    found = {event["version"]: event for event in events}
-    return [found[version] for version in sorted(found)]
 
 
 def _finite(value: Any) -> bool:
