@@ -54,7 +54,12 @@ def through(proxy: Proxy, prefix: str, *, retries: int = 2, timeout_ms: int = 50
     options: Any = {"allow_http": True, "timeout": f"{timeout_ms}ms"}
     address = f"s3://bucket/{prefix}"
     return open_store(
-        address, endpoint=proxy.endpoint, client_options=options, retry_config=retry, **KEYS
+        address,
+        endpoint=proxy.endpoint,
+        client_options=options,
+        retry_config=retry,
+        retry_timeout=min(1, retries),
+        **KEYS,
     )
 
 

@@ -455,6 +455,9 @@ class Relay:
             self._anchor = None
             self._copy_digests(copy.manifest, leaves=True)
             self._target.put_anchor_link(link.version, link.nbytes)
+            # Where digests from here on are damaged, workers that select need a newer anchor.
+            if any(version >= link.version for version, _ in self._owed):
+                self._anchor = self._unfinished_anchor()
             self._collect()
 
     def _unfinished_anchor(self) -> _AnchorCopy | None:
