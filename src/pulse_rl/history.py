@@ -55,15 +55,21 @@ def most_remembered(nbytes: int) -> int:
 
 
 def next_history(
-    history: History, window: Window | None, base: int, version: int, most: int
+    history: History,
+    window: Window | None,
+    base: int,
+    version: int,
+    most: int,
+    *,
+    span: int = START_SPAN,
 ) -> History:
     """The history at ``version``, in at most ``most`` bytes.
 
     It is the ``history`` at version ``base`` with the ``window`` between the two; at a start it is
     empty. ``window`` is None if the version changes more than can be remembered. Numbers of
-    versions may be skipped: a multiple of `START_SPAN` between the two is a start as well.
+    versions may be skipped: a multiple of ``span`` between the two is a start as well.
     """
-    starts = version // START_SPAN > base // START_SPAN
+    starts = version // span > base // span
     return history.after(window, 0 if starts else MAX_WINDOWS, most)
 
 
@@ -104,8 +110,9 @@ class HistoryPolicy:
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        #: The decision whatever it saves, for tests.
+        #: The decision whatever it saves, for tests; as is another ``span``.
         self.forced: bool | None = None
+        self.span = START_SPAN
         self.on = False
         self._least = 1 if ranks > 1 else _MIN_SAMPLE
         self._saves = 0.0
@@ -146,7 +153,7 @@ class HistoryPolicy:
             if draft.records is not None:
                 records = {k: found for k, found in draft.records.items() if of is None or k in of}
                 window = Window(base.root, records, base.blocks)
-            return next_history(history, window, base.version, version, most)
+            return next_history(history, window, base.version, version, most, span=self.span)
 
         note = RankReport()
         if draft.remembers:

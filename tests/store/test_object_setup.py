@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, Publisher, Subscriber, gc_stream, open_store
-from pulse_rl.errors import InputError, StoreError, StoreUnavailable
+from pulse_rl.errors import InputError, StoreError, StoreFull, StoreUnavailable
 from tests.support.commands import Pulse
 from tests.support.proxy import Proxy, Rule, proxied
 from tests.support.stores import KEYS, names, s3_store
@@ -276,3 +276,66 @@ def test_a_long_way_is_taken_by_few_requests_and_many_connections(proxy: Proxy) 
     assert [method for method, *_ in proxy.requests] == ["GET"] * 3
     with pytest.raises(StoreError):
         store.get("a", 6, len(data) + 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "words"),
+    [
+        (403, "QuotaExceeded", StoreFull, "QuotaExceeded"),
+        (403, "InvalidObjectState", StoreError, "archived"),
+        (402, "AccountSuspended", StoreError, "AccountSuspended"),
+        (413, "EntityTooLarge", StoreError, "client_max_body_size"),
+        (400, "InvalidRequest", StoreError, "InvalidRequest"),
+        (400, "RequestTimeout", StoreUnavailable, "RequestTimeout"),
+        (409, "OperationAborted", StoreUnavailable, "another request"),
+        (503, "SlowDown", StoreUnavailable, "SlowDown"),
+    ],
+)
+def test_the_servers_code_says_whether_a_request_is_repeated(
+    proxy: Proxy, status: int, code: str, error: type[StoreError], words: str
+) -> None:
+    store = s3_store(proxy.endpoint, "codes")
+    store.put("a", b"x")
+    says(proxy, status, code)
+    with pytest.raises(StoreError) as caught:
+        store.put("a", b"y")
+    assert type(caught.value) is error
+    assert words in f"{caught.value} {caught.value.hint}"
+
+
+def test_an_outage_is_ridden_out_and_logged_once(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"endpoint": proxy.endpoint, "retry_timeout": 60, **KEYS}
+    store = open_store("s3://bucket/outage", **options)
+    store.put("a", b"x")
+    proxy.add(Rule("refuse", ".*", "", times=30))
+    assert store.get("a") == b"x"
+    assert caplog.text.count("trying again") == 1
+    assert caplog.text.count("works again") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "match"),
+    [
+        ("AWS_ENDPOINT_URL", " ", "AWS_ENDPOINT_URL is set, and empty"),
+        ("AWS_ENDPOINT_URL_S3", "minio:9000", "has no scheme"),
+        ("AWS_ENDPOINT_URL", "http://a\nb", "control character"),
+    ],
+)
+def test_settings_of_the_environment_are_checked(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, match: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=match):
+        open_store("s3://bucket/x", **KEYS)
+
+
+def test_white_space_around_keys_is_no_part_of_them(
+    monkeypatch: pytest.MonkeyPatch, s3: str
+) -> None:
+    for name, value in (("ACCESS_KEY_ID", "a\n"), ("SECRET_ACCESS_KEY", "b\n"), ("REGION", " e ")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    store = open_store("s3://bucket/space", endpoint=f"{s3}\n")
+    store.put("a", b"x")
+    assert store.get("a") == b"x"

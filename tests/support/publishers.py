@@ -20,7 +20,7 @@ class FoldingPublisher(Publisher):
         super().__init__(store, **settings)
         self._spans = tuple(sorted(folds))
         if self._spans:
-            self._rank.history._span = self._spans[0]
+            self._rank.history.span = self._spans[0]
         self._fold = partial(
             fold_stream,
             self._stream.store,

@@ -2,8 +2,8 @@
 result.
 
 Exit status: 0 success; 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint
-on stderr), or `verify` and `store-check` have found a problem; 2 usage error; 130 interrupted. The
-program starts in ``pulse_rl_command``.
+on stderr), or `verify` and `store-check` have found a problem; 2 usage error; 130 interrupted; 143
+ended by SIGTERM. The program starts in ``pulse_rl_command``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from .. import __version__
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         console = Console(args.json)
         try:
-            status: int = args.run(args, console) or 0
+            with _ended_by_sigterm():
+                status: int = args.run(args, console) or 0
         except PulseError as error:
             console.error(error)
             return 1
@@ -55,10 +58,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
             print(f"pulse: {error.strerror or error} (Check the output.)", file=sys.stderr)
         return 1
+    except _Terminated:
+        print("pulse: terminated", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("pulse: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+class _Terminated(KeyboardInterrupt):
+    pass
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does. The first process of a container would ignore it."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @cache

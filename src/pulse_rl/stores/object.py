@@ -134,7 +134,12 @@ class ObjectStore:
         check_name(name)
 
         def put() -> None:
-            obstore.put(self._store, name, data if isinstance(data, bytes) else _begun(data))
+            try:
+                obstore.put(self._store, name, data if isinstance(data, bytes) else _begun(data))
+            except ob.AlreadyExistsError as error:  # obstore's word for every 409
+                raise StoreUnavailable(
+                    f"{self._address}: {name} is being written by another request"
+                ) from error
 
         self._call("put", name, put, once=isinstance(data, Iterator))
 
