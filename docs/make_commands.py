@@ -21,6 +21,7 @@ or with a sharded checkpoint and its index. `python docs/make_commands.py` gener
 | 1 | refused or failed; `pulse verify` or `pulse store-check` has found a problem |
 | 2 | usage error |
 | 130 | interrupted (Ctrl-C), at any time from the start on |
+| 143 | ended by SIGTERM, as Kubernetes and systemd do; the work is left as by Ctrl-C |
 
 `pulse follow` and `pulse relay` without `--once` go on for ever. At an error that may pass although
 nobody changes the command they say once what they wait for and try again, after a time that grows

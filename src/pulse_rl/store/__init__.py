@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .._util.addresses import check_address, shown
-from .._util.retry import BRIEF_SECONDS
+from .._util.retry import BRIEF_SECONDS, RETRY_SECONDS
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
@@ -74,8 +74,9 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
             hint="Write a path, or scheme://bucket/prefix.",
         )
     # 2. A folder.
+    patience = options.get("retry_timeout", RETRY_SECONDS)
     if "://" not in text:
-        return LocalStore(Path(text).expanduser().absolute(), **options)
+        return LocalStore(Path(text).expanduser().absolute(), retry_timeout=patience)
     check_address(text)
     try:
         url = urlparse(text)
@@ -86,7 +87,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
             raise InputError(
                 f"{shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
             )
-        return LocalStore(Path(unquote(url.path)), **options)
+        return LocalStore(Path(unquote(url.path)), retry_timeout=patience)
     # 3. Every other backend is imported on demand: the core works without them.
     if url.scheme == "memory":
         from ..stores.memory import MemoryStore
