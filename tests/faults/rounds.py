@@ -409,6 +409,7 @@ class Rounds:
             self.disk.plant(
                 f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data
             )
+            self._empty.add(digest)  # the copy of a lie about this trainer is believed like the lie
 
     def lie(self, rng: Random) -> None:
         """What a stranger writes who knows the format, and all that members have written."""
