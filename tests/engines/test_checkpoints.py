@@ -187,11 +187,19 @@ def nvfp4(name: str, weight: Any) -> Any:
     return found | {f"{name.removesuffix('weight')}input_global_scale": abs(weight[:1, 0]) + 1}
 
 
+def has_packed_kernels() -> bool:
+    """Whether vLLM's build for this CPU packs FP8 weights."""
+    import vllm._custom_ops  # noqa: F401 (it loads the build)
+
+    return hasattr(torch.ops._C, "convert_weight_packed")
+
+
 @pytest.fixture(scope="module")
 def differing() -> dict[str, list[str]]:
     """What ten updates leave wrong, by the case. In a process of its own: vLLM's kernels are
     replaced there."""
-    said = ran("-m", __name__, *FORMATS, seconds=1200)
+    cases = [case for case in FORMATS if "CPU" not in case or has_packed_kernels()]
+    said = ran("-m", __name__, *cases, seconds=1200)
     # vLLM logs there, too.
     found = [json.loads(line) for line in said.splitlines() if line.startswith('{"case"')]
     return {row["case"]: row["differ"] for row in found}
@@ -199,6 +207,8 @@ def differing() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("case", FORMATS)
 def test_a_fresh_load_leaves_the_same(differing: dict[str, list[str]], case: str) -> None:
+    if case not in differing:
+        pytest.skip("vLLM has no kernels for packed FP8 on this CPU: they need AVX512-BF16 or AMX")
     assert not differing[case]
 
 
