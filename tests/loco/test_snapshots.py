@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pulse_rl import MemoryStore
+from pulse_rl.errors import StoreError
 from tests.support.loco_reference import flat, same
 from tests.support.stores import FaultyStore
 
@@ -39,6 +40,19 @@ def test_who_is_new_or_far_behind_takes_up_the_run(store: MemoryStore) -> None:
             newest = late.held()
     with member.loop:
         assert same(flat(member.loop.global_state()), newest[0])
+
+
+def test_a_member_that_may_not_delete_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Kept(MemoryStore):
+        def delete(self, name: str) -> None:
+            raise StoreError("not allowed to delete")
+
+    member = alone(Kept())
+    with member.loop:
+        for _ in range(12):
+            member.round()
+        assert member.loop.round == 12
+    assert caplog.text.count("old objects of the run are left: not allowed to delete") == 1
 
 
 @pytest.mark.parametrize("how", ["damaged", "cut", "gone", "deleted meanwhile"])

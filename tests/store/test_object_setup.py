@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,24 @@ def test_an_outage_is_ridden_out_and_logged_once(
     assert store.get("a") == b"x"
     assert caplog.text.count("trying again") == 1
     assert caplog.text.count("works again") == 1
+
+
+def test_a_stream_that_can_be_read_again_is_sent_again(proxy: Proxy) -> None:
+    """As the shards of an anchor are: here of 9 MB, in parts."""
+    options: Any = {"endpoint": proxy.endpoint, "retry_timeout": 60, **KEYS}
+    options["retry_config"] = {"max_retries": 0, "retry_timeout": timedelta(seconds=9)}
+    store = open_store("s3://bucket/again", **options)
+    state = {"w": np.random.default_rng(0).integers(0, 1 << 16, 4_500_000, np.uint16)}
+    with Publisher(store, stream="s") as publisher:
+        publisher.publish({"w": state["w"][:4_400_000]})
+        proxy.add(Rule("refuse", "PUT|POST", "safetensors", times=2))
+        publisher.publish(state, anchor=True)
+        proxy.add(Rule("refuse", "PUT|POST", "once", times=2))
+        with pytest.raises(StoreUnavailable):  # what can be read once only
+            store.put("once", iter([bytes(9 << 20)]))
+    worker = Subscriber(store, stream="s")
+    worker.sync()
+    assert np.array_equal(worker.state.read("w"), state["w"])
 
 
 @pytest.mark.parametrize(

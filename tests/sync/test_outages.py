@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
+from pulse_rl import MemoryStore, ObjectInfo, Publisher, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap, PublisherConflict, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.manifests import manifest_of
@@ -365,3 +365,32 @@ def test_calls_that_raise_are_told(rng: Rng, faulty: FaultyStore) -> None:
     with pytest.raises(ChainGap) as gap:
         subscriber.sync(7)
     assert events[-1] == CallFailed("policy", "sync", "chain_gap", str(gap.value))
+
+
+class Away(MemoryStore):
+    """A store that fails the next ``calls`` listings."""
+
+    calls = 0
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        if self.calls:
+            self.calls -= 1
+            raise StoreUnavailable("the store is away")
+        return super().list(folder, start_after)
+
+
+def test_updates_go_on_through_an_outage(rng: Rng, caplog: pytest.LogCaptureFixture) -> None:
+    store, states = Away(), history(rng, 3)
+    publisher = Publisher(store, stream="policy")
+    with Subscriber(store, stream="policy") as worker:
+        updates = worker.updates(poll_seconds=0.01, timeout_seconds=60)
+        for state in states:
+            publisher.publish(state)
+            store.calls = 5
+            assert next(updates).root == state_root(state)
+        assert caplog.text.count("the store is away; trying again") == len(states)
+        assert caplog.text.count("works again") == len(states)
+        store.calls = 1_000_000
+        ends = worker.updates(poll_seconds=0.01, timeout_seconds=0.1)
+        with pytest.raises(StoreUnavailable):
+            next(ends)

@@ -512,8 +512,9 @@ def store_anchor(
     # The chunks are computed twice, once to hash and once to upload: they are views of the state,
     # and a copy would need the memory of a shard.
     def put(number: int) -> tuple[int, Payload]:
-        payload = _hashed(_chunks(draft, groups[number]))
-        stream.put_payload(payload, SHARD, _chunks(draft, groups[number]))
+        shard = _Shard(draft, groups[number])
+        payload = _hashed(shard)
+        stream.put_payload(payload, SHARD, shard)
         return number, payload
 
     payloads: dict[int, Payload] = {}
@@ -565,10 +566,16 @@ def _groups(segments: Sequence[Segment], shard_bytes: int) -> list[tuple[Segment
     return [tuple(group) for group in groups]
 
 
-def _chunks(draft: PublishState, group: tuple[Segment, ...]) -> Iterator[bytes | memoryview]:
-    ordered = in_file_order(group)
-    yield sliced_header(ordered)
-    for segment in ordered:
-        if segment.elements:
-            for run in runs_of(segment):
-                yield draft.elements(run).view(np.uint8).data
+class _Shard:
+    """The bytes of an anchor's shard in chunks. A store that fails may read them again."""
+
+    def __init__(self, draft: PublishState, group: tuple[Segment, ...]) -> None:
+        self._draft, self._group = draft, group
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        ordered = in_file_order(self._group)
+        yield sliced_header(ordered)
+        for segment in ordered:
+            if segment.elements:
+                for run in runs_of(segment):
+                    yield self._draft.elements(run).view(np.uint8).data
