@@ -162,7 +162,7 @@ def test_paths_that_cannot_be_used_are_input_errors(tmp_path: Path) -> None:
         list(read_events(tmp_path / "nothing.jsonl"))
 
 
-def test_fan_out_hands_each_event_on_in_order() -> None:
+def test_tee_listeners_hands_each_event_on_in_order() -> None:
     seen: list[tuple[str, Event]] = []
     tee_listeners(lambda e: seen.append(("a", e)), lambda e: seen.append(("b", e)))(PUBLISHED)
     assert seen == [("a", PUBLISHED), ("b", PUBLISHED)]

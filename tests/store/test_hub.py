@@ -128,3 +128,20 @@ def test_an_endpoint_holds_no_call_for_long(tmp_path: Path) -> None:
                 continue
             with pytest.raises(outcome):
                 list(store.list(""))
+
+
+def test_a_body_that_breaks_off_is_asked_for_again() -> None:
+    asked: list[str] = []
+
+    def answer(request: Any) -> None:
+        asked.append(request.path)
+        if len(asked) == 1:
+            request.close_connection = True
+            request.wfile.write(b"HTTP/1.1 206 Partial\r\nContent-Length: 10\r\n\r\n0123")
+        else:
+            send(request, 206, b"0123456789", X_Linked_Size="99")
+
+    with serving(answer) as url:
+        store = HubStore("hf://team/policy", endpoint=url, retry_timeout=20)
+        assert store.get("a", 5, 15) == b"0123456789"
+    assert len(asked) == 3, "the range, how long the object is, the range again"

@@ -211,8 +211,8 @@ class Session:
         base = self.staging.base_digest
         comparable = self._node.common(base is not None and _covers(base, specs))
         base_names = self._node.common([spec.name for spec in base.specs] if base else None)
-        self._map.loader_map = loader_map
         self._node.together(lambda: self._fill_buffers(loader_map, specs, base_names))
+        self._map.loader_map = loader_map
         wrong = self._differing(base, self.staging.base_state) if comparable else []
         if wrong and self._loaded and not self._map.written:
             self._map.loader_map = None

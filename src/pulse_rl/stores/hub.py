@@ -156,6 +156,9 @@ class HubStore(ReadOnly):
         return f"HubStore({self._address!r})"
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._patience(lambda: self._get(name, start, stop))
+
+    def _get(self, name: str, start: int, stop: int | None) -> bytes:
         url = self._resolve + check_name(name)
         if stop is None or not 0 <= start < stop:
             unbounded = stop is None

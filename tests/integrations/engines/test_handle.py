@@ -359,9 +359,7 @@ def test_a_generation_says_with_which_versions_it_began_and_ended(engine: Engine
     assert (generation.end_root, generation.restarted) == ("root 2", False)
 
 
-def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_is_live_then() -> (
-    None
-):
+def test_a_generation_in_an_engine_that_was_restarted_within_spans_an_update() -> None:
     engine = Engine()
     handle = handle_on(engine)
     with handle.admit() as gone:
