@@ -181,6 +181,10 @@ class Publisher(Closing, NotCopyable):
         self._submissions: Submissions[PublishRequest] | None = None
         self._calls = 0
         self._rank = make(self._stream, ranks, settings, folder=folder)
+        if self._rank.first:
+            from ..ops.healing import StuckWorkers
+
+            self._rank.stuck_workers = StuckWorkers(self._stream)
         if settings.keep is not None and self._rank.first:
             from ..ops.gc import Retention
 
