@@ -192,7 +192,7 @@ class Synced(OneLine):
         fetched_bytes: Bytes of the objects that were fetched.
         seconds: Wall-clock seconds of the call.
         lag_seconds: Age of the version: from its commit by the publisher's clock to now by this
-            machine's clock.
+            machine's clock. NaN: not known, where the processes of an engine have synced.
         phases: Wall-clock seconds by phase. "plan" finds new versions and a path to them. "fetch"
             waits for patches; a fetch during an apply does not count. "apply" decodes, scatters and
             hashes. "restore" fetches and verifies an anchor.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "tee_listeners"]
 
 MAX_LINE_BYTES = 1 << 20
-_INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
+INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
 _LABELS = ("stream", "role")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -95,11 +95,10 @@ class JsonLines(Closing):
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress):
             return
-        line = {
-            "event": _snake_case(type(event).__name__),
-            "time": round(time.time(), 6),
-            **asdict(event),
-        }
+        # JSON has no NaN, which stands for what is not known.
+        known = {name: value for name, value in asdict(event).items() if value == value}
+        kind = _snake_case(type(event).__name__)
+        line = {"event": kind, "time": round(time.time(), 6), **known}
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
 
@@ -200,7 +199,7 @@ class PrometheusMetrics:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Summary
         except ImportError:
             raise InputError(
-                "PrometheusMetrics needs the package prometheus-client", hint=_INSTALL
+                "PrometheusMetrics needs the package prometheus-client", hint=INSTALL
             ) from None
         where = REGISTRY if registry is None else registry
         self._metrics: dict[str, Any] = {}
