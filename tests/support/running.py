@@ -40,7 +40,7 @@ class Running:
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pulse_rl_command", *map(str, args)],
+                [Path(sys.executable).parent / "pulse", *map(str, args)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

@@ -89,7 +89,7 @@ def checked_path(value: Any) -> Path:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from ``50``, ``50s``, ``20ms``, ``5min``, ``5m``, ``2h`` or ``1d``. Raises InputError."""
+    """Seconds from ``50``, ``50s``, ``5min`` or ``5m``, ``2h``, ``1d``. Raises InputError."""
     match = matched(_SECONDS, text)
     value = float(match[1] + (match[2] or "")) * _LENGTHS[match[3]] if match else math.nan
     if not value < math.inf:
