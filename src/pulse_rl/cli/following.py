@@ -242,21 +242,10 @@ def _show_live(done: EngineSync, console: Console) -> None:
 def _synced(stream: str, done: EngineSync) -> Synced:
     """The event of an engine's move, whose own processes have synced. They do not say when the
     version was committed, nor by which links they came."""
-    return Synced(
-        stream=stream,
-        version=done.version,
-        previous=done.previous,
-        root=done.root,
-        links=(),
-        fetched_bytes=done.fetched_bytes,
-        seconds=done.fetch_seconds + done.verify_seconds + done.pause_seconds,
-        lag_seconds=math.nan,
-        phases={
-            "fetch": done.fetch_seconds,
-            "apply": done.verify_seconds,
-            "pause": done.pause_seconds,
-        },
-    )
+    seconds = done.fetch_seconds + done.verify_seconds + done.pause_seconds
+    phases = {"fetch": done.fetch_seconds, "apply": done.verify_seconds}
+    moved = (done.version, done.previous, done.root, (), done.fetched_bytes)
+    return Synced(stream, *moved, seconds, math.nan, phases)
 
 
 def _follow_into_a_folder(args: argparse.Namespace, console: Console, monitor: Monitor) -> None:

@@ -296,20 +296,17 @@ class WorkerState(NamedTuple):
 
 def workers_of(stream: Stream) -> dict[str, WorkerState]:
     """The last reports of a stream's workers, by name."""
-    newest: dict[str, tuple[WorkerState, ObjectInfo]] = {}
-    for info in islice(stream.store.list(stream.names.workers), MAX_WORKERS):
-        name = stream.names.parse(info.name)
-        if isinstance(name, WorkerName):
-            known = newest.get(name.worker)
-            if known is None or info.modified >= known[0].seen:
-                newest[name.worker] = WorkerState(name.version, info.modified), info
+    # A worker that has just moved may have two objects for a moment.
+    newest = dict(sorted(_beats(stream).values(), key=lambda beat: beat[1].modified))
     found = {}
-    for worker, (state, info) in newest.items():
-        found[worker] = state
+    for worker, info in newest.items():
+        name = stream.names.parse(info.name)
+        assert isinstance(name, WorkerName)
+        found[worker] = WorkerState(name.version, info.modified)
         if 0 < info.nbytes <= MAX_BEAT_BYTES:
             with suppress(*UNREADABLE):  # it was replaced meanwhile
                 body = whole(stream.store, info.name, info.nbytes)
-                found[worker] = _with_trouble(state, body)
+                found[worker] = _with_trouble(found[worker], body)
     return found
 
 
@@ -387,24 +384,14 @@ class HeartbeatRelay:
                 return True
             # What another process of this relay has forwarded: a worker that ended before now must
             # not look alive again.
-            workers = {worker for worker, _, _ in there.values()}
-            known = _beats(self._source)
-            self._forwarded = {
-                name: modified for name, (worker, modified, _) in known.items() if worker in workers
-            }
+            workers = {worker for worker, _ in there.values()}
+            known = _beats(self._source).values()
+            self._forwarded = {i.name: i.modified for worker, i in known if worker in workers}
         forwarded, ends = self._forwarded, time.monotonic() + _FORWARDING_SECONDS
-
-        def copy(name: str) -> str:
-            nbytes, body = there[name][2], b""
-            with suppress(*UNREADABLE):  # it was replaced meanwhile
-                body = whole(self._target.store, name, nbytes) if nbytes else b""
-            self._source.store.put(name, body)
-            return name
-
-        new = [name for name, (_, at, _) in there.items() if at > forwarded.get(name, -1.0)]
-        with closing(ordered_map(copy, new)) as copied:
-            for name in copied:
-                forwarded[name] = there[name][1]
+        new = [i for _, i in there.values() if i.modified > forwarded.get(i.name, -1.0)]
+        with closing(ordered_map(self._copy_one, new)) as copied:
+            for info in copied:
+                forwarded[info.name] = info.modified
                 if time.monotonic() > ends:
                     return False
         for name in forwarded.keys() - there.keys():
@@ -412,13 +399,16 @@ class HeartbeatRelay:
             del forwarded[name]
         return True
 
+    def _copy_one(self, info: ObjectInfo) -> ObjectInfo:
+        body = b""
+        with suppress(*UNREADABLE):  # it was replaced meanwhile
+            body = whole(self._target.store, info.name, min(info.nbytes, MAX_BEAT_BYTES))
+        self._source.store.put(info.name, body)
+        return info
 
-def _beats(stream: Stream) -> dict[str, tuple[str, float, int]]:
-    """By name: the worker, the time of writing and the length of each heartbeat."""
+
+def _beats(stream: Stream) -> dict[str, tuple[str, ObjectInfo]]:
+    """(worker, object) of each heartbeat, by the object's name."""
     listed = islice(stream.store.list(stream.names.workers), MAX_WORKERS)
     parsed = ((info, stream.names.parse(info.name)) for info in listed)
-    return {
-        info.name: (name.worker, info.modified, info.nbytes)
-        for info, name in parsed
-        if isinstance(name, WorkerName) and info.nbytes <= MAX_BEAT_BYTES
-    }
+    return {info.name: (name.worker, info) for info, name in parsed if isinstance(name, WorkerName)}
