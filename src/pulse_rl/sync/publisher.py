@@ -443,7 +443,7 @@ class Publisher(Closing, NotCopyable):
             InputError: An argument is out of range.
             StoreError: The store failed.
         """
-        from ..metrics import wait_for_workers
+        from ..ops.fleet import wait_for_workers
 
         if version is None:
             head = self.head()
