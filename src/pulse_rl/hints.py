@@ -3,18 +3,22 @@ stream."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TypeGuard
 
 from .errors import EmptyStream, PulseError, StoreError
-from .events import Hint, Listener, hint_to
+from .events import Hint, Listener, Metadata, hint_to
 from .follow.checkpoint import PEFT_HINT, adapter_names, fused_experts, is_wrapped
 from .state.tensors import State
 from .store.base import BoundedStore, Store, is_name
 from .store.local import LocalStore
+from .stream.manifest import Manifest
 from .sync.pending import NO_SMALLER, PublishState
 
+_log = logging.getLogger("pulse_rl")
 _WIDE = 0.5
 # RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up
 # three times that.
@@ -33,7 +37,24 @@ class Notices:
         self._listener = listener
         self._silent = listener is None and not first
         self._given: set[str] = set()
-        self._looked = False
+        self._looked = self._continued = False
+
+    def continues(self, head: Manifest, metadata: Metadata) -> None:
+        """Log once that a stream is continued after ``head``, and each ``step`` that goes back."""
+        before, now = head.metadata.get("step"), metadata.get("step")
+        if not self._continued:
+            step = "" if before is None else f", step={before}"
+            _log.info("continues %s after version %d%s", self._stream, head.version, step)
+        if _is_number(before) and _is_number(now) and now < before:
+            _log.warning(
+                "stream %s: step %s follows step %s of version %d. Where another run was meant, "
+                "publish it under another name",
+                self._stream,
+                now,
+                before,
+                head.version,
+            )
+        self._continued = True
 
     def check_published(
         self, version: int, draft: PublishState, state: State, mixed: Sequence[str]
@@ -105,6 +126,10 @@ def _changes(draft: PublishState) -> Iterator[tuple[str, str, str]]:
             "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 weights; "
             "`pulse study` measures checkpoints.",
         )
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class EmptyStreamHint:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from .._util.files import open_regular
 from .._util.serial import Closing
 from .._util.settings import checked_path, short_int
-from ..errors import FormatError, InputError, IntegrityError, PulseError
+from ..errors import FormatError, InputError, IntegrityError
 from ..events import (
     CallFailed,
     Event,
@@ -40,7 +40,7 @@ from ..events import (
     Served,
     Synced,
 )
-from ..ops.fleet import Heartbeat
+from ..ops.fleet import Heartbeat, kinds_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -214,7 +214,7 @@ class PrometheusMetrics:
             raise InputError(
                 f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics."
             ) from None
-        self._checks = _kinds(FormatError) | _kinds(IntegrityError)
+        self._checks = kinds_of(FormatError) | kinds_of(IntegrityError)
         self._prefix = prefix
 
     def __repr__(self) -> str:
@@ -285,5 +285,3 @@ class PrometheusMetrics:
         self._metrics["lag_seconds"].labels(*own).set(event.lag_seconds)
 
 
-def _kinds(error: type[PulseError]) -> set[str]:
-    return {error.kind}.union(*(_kinds(kind) for kind in error.__subclasses__()))

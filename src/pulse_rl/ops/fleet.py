@@ -20,16 +20,17 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from .._util.addresses import shown_text
-from .._util.retry import jittered
+from .._util.retry import Backoff, jittered
 from .._util.serial import Closing
 from .._util.settings import short_int
 from .._util.threads import ordered_map
-from ..errors import InputError, PulseError
+from ..errors import InputError, PulseError, StoreError
 from ..events import CallFailed, Event, FallbackUsed, Synced
 from ..store import Store, open_store
 from ..store.base import UNREADABLE, ObjectInfo, whole
 from ..stream.names import MAX_BEAT_BYTES, MAX_WORKERS, StreamNames, WorkerName, check_word
 from ..stream.stream import Stream
+from ..sync.planner import BROKEN_LINK
 
 #: A heartbeat is written again this often, a quarter more or less.
 BEAT_SECONDS = 30.0
@@ -45,7 +46,16 @@ _MAX_REASON = 900
 _MAX_ERRORS = 10**9
 # A relay copies weights: heartbeats take at most so long in one of its calls, and are not tried
 # again for so long after a failure, which may have taken minutes.
-_FORWARDING_SECONDS, _AFTER_FAILURE_SECONDS = 1.0, 600.0
+_FORWARDING_SECONDS, _AFTER_FAILURE_SECONDS = 1.0, 60.0
+# A publisher reads heartbeats at most this often, in seconds.
+_HEAL_SECONDS = 20.0
+# A heartbeat that is older and was not seen to change is of a worker that is gone. By two clocks.
+_ALIVE_SECONDS = 120.0
+# One failure may be a damaged reply.
+_LEAST_ERRORS = 2
+# Workers that an anchor does not help must not cost a state each minute. In seconds.
+_FIRST_WAIT, _LONGEST_WAIT = 60.0, 3600.0
+
 _KIND = re.compile(r"[a-z_]{1,64}")
 _log = logging.getLogger("pulse_rl")
 
@@ -194,6 +204,8 @@ class Heartbeat(Closing):
             # More errors of one kind can wait for the next beat, and so can kinds that alternate.
             urgent = not held.troubled or (event.kind != held.kind and now > held.next_report)
             held.troubled, held.errors = True, held.errors + failed
+            # From then on the publisher reacts.
+            urgent = urgent or (failed > 0 and held.errors == _LEAST_ERRORS)
             text = " ".join(shown_text(event.reason).split())
             held.kind, held.reason = (
                 event.kind,
@@ -348,6 +360,52 @@ def wait_for_workers(
         if not late or left <= 0:
             return tuple(late)
         time.sleep(min(jittered(_LOOK_SECONDS), left))
+
+
+class StuckWorkers:
+    """Whether workers of ``stream`` report that no path leads them to its newest version."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._look_at = self._not_before = 0.0
+        self._seen: dict[str, float] = {}
+        self._backoff = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+        self._kinds = {kind for error in BROKEN_LINK for kind in kinds_of(error)}
+
+    def need_anchor(self) -> bool:
+        """Whether the next version should have an anchor for them; at most every 20 seconds the
+        store is asked. A store that fails is no reason to stop."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _HEAL_SECONDS
+        try:
+            workers = workers_of(self._stream)
+        except StoreError:
+            return False
+        before, self._seen = self._seen, {name: worker.seen for name, worker in workers.items()}
+        stuck = [
+            name
+            for name, worker in workers.items()
+            if worker.errors >= _LEAST_ERRORS
+            and worker.kind in self._kinds
+            and (
+                abs(time.time() - worker.seen) < _ALIVE_SECONDS
+                or before.get(name, worker.seen) != worker.seen
+            )
+        ]
+        if not stuck:
+            self._backoff.reset()
+            return False
+        if now < self._not_before:
+            return False
+        self._not_before = now + self._backoff.wait()
+        return True
+
+
+def kinds_of(error: type[PulseError]) -> set[str]:
+    """The kind of an error, and those of its subclasses."""
+    return {error.kind}.union(*(kinds_of(kind) for kind in error.__subclasses__()))
 
 
 class HeartbeatRelay:

@@ -182,7 +182,7 @@ class Publisher(Closing, NotCopyable):
         self._calls = 0
         self._rank = make(self._stream, ranks, settings, folder=folder)
         if self._rank.first:
-            from ..ops.healing import StuckWorkers
+            from ..ops.fleet import StuckWorkers
 
             self._rank.stuck_workers = StuckWorkers(self._stream)
         if settings.keep is not None and self._rank.first:

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .._util.collective import RankGroup
 from .._util.serial import shield
@@ -23,7 +22,6 @@ from ..events import (
     CallFailed,
     Event,
     FallbackUsed,
-    Metadata,
     PhaseTimer,
     Published,
     progress_shown,
@@ -62,8 +60,8 @@ from .request import LocalState, PublishRequest
 
 if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
+    from ..ops.fleet import StuckWorkers
     from ..ops.gc import Retention
-    from ..ops.healing import StuckWorkers
     from ..submit import Submission
     from .publisher import PublisherSettings
 
@@ -82,13 +80,8 @@ _SMALL = 1 << 16
 REQUIRED, WANTED = "required", "wanted"
 
 
-class Recovery(StrEnum):
-    """How a publisher that starts made the head its baseline; ANCHORED: it did not."""
-
-    KEPT = "kept"
-    MATCHED = "matched"
-    RESTORED = "restored"
-    ANCHORED = "anchored"
+# How a publisher that starts made the head its baseline; ANCHORED: it did not.
+KEPT, MATCHED, RESTORED, ANCHORED = "kept", "matched", "restored", "anchored"
 
 
 class RankPublisher:
@@ -127,7 +120,6 @@ class RankPublisher:
         )
         self._baseline: Baseline | None = None
         self._pending: PublishState | None = None
-        self._continued = False  # whether the continuation was logged
         self._events: list[Event] = []  # held back: a failing listener would part the ranks
         self._notices = Notices(stream.name, self._listener, first=self.first)
 
@@ -215,9 +207,10 @@ class RankPublisher:
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
-            self._resumed(found.lost, Recovery.ANCHORED, "the store no longer holds it")
+            self._resumed(found.lost, ANCHORED, "the store no longer holds it")
         self._require_head(-1 if self.new and request.after is None else request.after, found)
-        self._compare_step(request.metadata)
+        if self.first and committer.head:
+            self._notices.continues(committer.head, request.metadata)
         timer.end("resume")
         # 3. Build: compare, encode, decode as a check, and hash; or copy the whole state.
         state = self._recover(local, found, timer) if found.version is not None else None
@@ -341,26 +334,6 @@ class RankPublisher:
                 )
             )
 
-    def _compare_step(self, metadata: Metadata) -> None:
-        """Log once that a stream is continued, and each ``step`` that goes back."""
-        head = self._committer.head
-        if not self.first or head is None:
-            return
-        before, now = head.metadata.get("step"), metadata.get("step")
-        if not self._continued:
-            step = "" if before is None else f", step={before}"
-            _log.info("continues %s after version %d%s", self._stream.name, head.version, step)
-        if _is_number(before) and _is_number(now) and now < before:
-            _log.warning(
-                "stream %s: step %s follows step %s of version %d. Where another run was meant, "
-                "publish it under another name",
-                self._stream.name,
-                now,
-                before,
-                head.version,
-            )
-        self._continued = True
-
     def _recover(
         self, local: LocalState, found: HeadState, timer: PhaseTimer
     ) -> PublishState | None:
@@ -374,7 +347,7 @@ class RankPublisher:
         # 1. Kept: the folder holds the head, or an earlier version from which patches lead to the
         # head. `_restored` follows these.
         host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
-        how = Recovery.KEPT
+        how = KEPT
         reason = ""
         if self._is_kept(host, head.version):
             self._baseline, reason = self._restored(None, head, host)
@@ -383,18 +356,18 @@ class RankPublisher:
             # state they have the head's root, and nothing is fetched.
             state = self._build(local, found, timer, stored=False)
             if state.root == head.root:
-                how = Recovery.MATCHED
+                how = MATCHED
                 self._baseline = state.advance_baseline(
                     head.version, head.root, threads=self._threads
                 )
                 self._keep(self._baseline, head)
             else:
                 # 3. Restored: the trainer has other weights, so the head is read from the store.
-                how, layout = Recovery.RESTORED, state.layout
+                how, layout = RESTORED, state.layout
                 del state  # before another state is restored
                 self._baseline, reason = self._restored(layout, head, host)
         if self._baseline is None:
-            how = Recovery.ANCHORED
+            how = ANCHORED
         elif self._baseline.history.windows:
             # The readers have this history too, so the next patch is coded by it until its gain is
             # measured.
@@ -606,8 +579,8 @@ class RankPublisher:
             message, stream=self._stream.name, version=int(json.loads(message)["version"])
         )
 
-    def _resumed(self, version: int, how: Recovery, reason: str) -> None:
-        self._events.append(BaselineRestored(self._stream.name, version, str(how), reason))
+    def _resumed(self, version: int, how: str, reason: str) -> None:
+        self._events.append(BaselineRestored(self._stream.name, version, how, reason))
 
     def _emit_events(self) -> None:
         while self._events:
@@ -625,7 +598,3 @@ def _to_message(manifest: Manifest | None) -> bytes:
 def _decided_to_message(decided: tuple[tuple[FileRef, ...], str, int]) -> bytes:
     """The decision without the files, which only rank 0 needs."""
     return json.dumps([[], *decided[1:]]).encode()
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
