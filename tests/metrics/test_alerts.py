@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +43,7 @@ class Prometheus:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}/api/v1/alerts"
+        self._url = f"http://127.0.0.1:{port}/api/v1"
         self._targets = folder / "targets.json"
         self.targets = dict[str, Running]()
         self.scrape()
@@ -54,14 +55,10 @@ class Prometheus:
             "scrape_configs": [{"job_name": "fleet", "file_sd_configs": [found]}],
         }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        settings = {"config.file": folder / "prometheus.yaml", "storage.tsdb.path": folder / "data",
+                    "web.listen-address": f"127.0.0.1:{port}", "log.level": "error"}  # fmt: skip
         self.process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yaml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-                "--log.level=error",
-            ]
+            ["prometheus", *(f"--{name}={value}" for name, value in settings.items())]
         )
 
     def scrape(self) -> None:
@@ -71,23 +68,26 @@ class Prometheus:
         ]
         self._targets.write_text(json.dumps(groups))
 
+    def asked(self, what: str) -> Any:
+        try:
+            return json.loads(got(f"{self._url}/{what}")[1])["data"]
+        except OSError:  # it starts
+            return {"alerts": [], "result": []}
+
     def firing(self) -> set[tuple[str, str]]:
         """(alert, process) of what fires."""
-        try:
-            found: Any = json.loads(got(self._url)[1])["data"]["alerts"]
-        except OSError:  # it starts
-            return set()
-        return {
-            (each["labels"]["alertname"], each["labels"]["process"])
-            for each in found
-            if each["state"] == "firing"
-        }
+        found = [each for each in self.asked("alerts")["alerts"] if each["state"] == "firing"]
+        return {(each["labels"]["alertname"], each["labels"]["process"]) for each in found}
+
+    def up(self) -> int:
+        """How many processes answer."""
+        return sum(int(each["value"][1]) for each in self.asked("query?query=up")["result"])
 
 
 def sidecar(store: Path, folder: Path) -> list[str]:
     """The command of examples/kubernetes.yaml that follows into an engine, which is not there."""
-    pods = {each["kind"]: each for each in yaml.safe_load_all(
-        (EXAMPLES / "kubernetes.yaml").read_text())}["Deployment"]["spec"]["template"]  # fmt: skip
+    objects = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    pods = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]
     found = next(c for c in pods["spec"]["containers"] if c["name"] == "follow")
     for_cluster = {
         "$(STORE)": str(store),
@@ -131,14 +131,13 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
             prometheus.targets[name] = made
             return made
 
-        def keep_stepping(changed: int, done: Callable[[], bool], least: int = 0) -> None:
-            """A checkpoint a second or so, until ``done`` after at ``least`` so many."""
-            first = steps
+        def keep_stepping(changed: int, done: Callable[[], bool]) -> None:
+            """A checkpoint after the other, until ``done``."""
 
             def stepped() -> bool:
                 step(changed)
                 until(lambda: (trainer.metric("version", 'role="publisher"') or -1) >= steps - 1)
-                return steps - first >= least and done()
+                return done()
 
             until(stepped, 180)
 
@@ -151,12 +150,16 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
         run("server", "serve", near, "--port", "0", "--metrics-port", "0")
         prometheus.scrape()
 
-        # 1. A fleet that is well, for longer than the longest window.
+        # 1. A fleet that is well, for longer than the longest window with its `for`.
+        keep_stepping(100, lambda: prometheus.up() == 5)
+        ends = time.monotonic() + 45
+
         def all_is_well() -> bool:
             assert prometheus.firing() == set()
-            return True
+            return time.monotonic() > ends
 
-        keep_stepping(100, all_is_well, least=60)
+        keep_stepping(100, all_is_well)
+        assert prometheus.up() == 5
         newest = steps - 1
         until(lambda: worker.metric("version", "subscriber") == newest)
         until(lambda: far.metric("version", "subscriber") == newest)
@@ -180,7 +183,7 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
             seen.update(prometheus.firing())
             return seen >= expected
 
-        keep_stepping(15_000, all_fired, least=11)
+        keep_stepping(15_000, all_fired)
 
         # 3. The trainer stops writing.
         expected.add(("PulseNoNewVersion", "trainer"))
