@@ -32,18 +32,8 @@ def written(folder: Path, step: int, seed: int = 0, done: bool = True) -> Path:
 
 
 def watch(folder: Path, store: Path) -> tuple[object, ...]:
-    return (
-        "watch",
-        folder,
-        store,
-        "--stream",
-        "s",
-        "--pattern",
-        "step_*",
-        "--done",
-        "STABLE",
-        "--once",
-    )
+    which = ("--pattern", "step_*", "--done", "STABLE")
+    return ("watch", folder, store, "--stream", "s", *which, "--once")
 
 
 def steps_of(store: Path) -> list[Any]:
