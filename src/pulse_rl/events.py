@@ -28,7 +28,6 @@ __all__ = [
     "Progress",
     "Published",
     "Relayed",
-    "Served",
     "Synced",
 ]
 
