@@ -18,7 +18,7 @@ or with a sharded checkpoint and its index. `python docs/make_commands.py` gener
 | exit status | |
 |---|---|
 | 0 | success |
-| 1 | refused or failed; `pulse verify` or `pulse store-check` has found a problem |
+| 1 | refused or failed; `verify`, `store-check` or `status --stale` has found a problem |
 | 2 | usage error |
 | 130 | interrupted (Ctrl-C), at any time from the start on |
 | 143 | ended by SIGTERM, as Kubernetes and systemd do; the work is left as by Ctrl-C |

@@ -70,15 +70,8 @@ def test_diff_and_apply_give_back_the_second_checkpoint(
 def test_applying_onto_the_base_itself_replaces_it(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
     old, new = pair
     pulse("diff", old, new, "-o", tmp_path / "p")
-    pulse.refused(
-        "apply",
-        old,
-        tmp_path / "p",
-        "-o",
-        old,
-        kind="input",
-        match="was not written by this command",
-    )
+    apply = ("apply", old, tmp_path / "p", "-o", old)
+    pulse.refused(*apply, kind="input", match="was not written by this command")
     pulse("apply", old, tmp_path / "p", "-o", old, "--force")
     assert state_root(old) == state_root(new)
     pulse.refused(
@@ -120,15 +113,8 @@ def test_inspect_tells_what_a_patch_holds(pulse: Pulse, pair: Any, tmp_path: Pat
     assert alone["ratio"] is alone["dense_bytes"] is None
     assert sum(b["changed"] for b in facts["blocks"]) == facts["changed"]
     assert sum(b["elements"] for b in facts["blocks"]) == facts["elements"]
-    assert {b["codec"] for b in facts["blocks"]} <= {
-        "same",
-        "raw",
-        "zstd",
-        "sparse",
-        "table",
-        "history",
-        "gaps",
-    }
+    codecs = {"same", "raw", "zstd", "sparse", "table", "history", "gaps"}
+    assert {b["codec"] for b in facts["blocks"]} <= codecs
 
 
 def test_digest(pulse: Pulse, pair: Any, tmp_path: Path) -> None:

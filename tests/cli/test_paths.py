@@ -124,14 +124,8 @@ def test_a_fifo_in_a_folder_is_no_input_either(pulse: Pulse, tmp_path: Path, ste
         (tmp_path / name).mkdir()
         os.mkfifo(tmp_path / name / name)
     pulse.refused("digest", tmp_path / names[0], kind="input", match="not a regular file")
-    pulse.refused(
-        "report",
-        tmp_path / names[1],
-        "-o",
-        tmp_path / "p",
-        kind="input",
-        match="not a regular file",
-    )
+    report = ("report", tmp_path / names[1], "-o", tmp_path / "p")
+    pulse.refused(*report, kind="input", match="not a regular file")
     publish = ("publish", steps / "0.safetensors", tmp_path / "store", *POLICY, "--sign-key")
     for key in (tmp_path / names[0] / names[0], "/dev/zero"):
         pulse.refused(

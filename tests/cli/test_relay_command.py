@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pulse_rl import LocalStore, Publisher, Subscriber
 from tests.support.commands import Pulse, at_waits
+from tests.support.running import Running
 from tests.support.states import Rng, history, reach, roots
 
 
@@ -28,18 +27,8 @@ def test_it_copies_streams_and_goes_on(
         publisher.publish(states[0])
     steps = [lambda: solver.publish(states[1]), lambda: far.rename(late), lambda: late.rename(far)]
     at_waits(monkeypatch, *steps)
-    command = (
-        "relay",
-        far,
-        near,
-        "--stream",
-        "solver",
-        "--stream",
-        "verifier",
-        "--poll",
-        0.5,
-        "--json",
-    )
+    streams = ("--stream", "solver", "--stream", "verifier")
+    command = ("relay", far, near, *streams, "--poll", 0.5, "--json")
     lines = [json.loads(line) for line in pulse(*command, status=130).splitlines()]
     assert [(line["stream"], line["version"], line["previous"]) for line in lines] == [
         ("solver", 0, None),
@@ -59,22 +48,10 @@ def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     Publisher(LocalStore(far), stream="s").publish(history(rng, 1)[0])
     assert pulse.json(*command)["version"] == 0
     assert pulse.json(*command)["bytes"] == 0
-    pulse.refused(
-        "relay",
-        near,
-        far,
-        "--stream",
-        "s",
-        "--stream",
-        "t",
-        "--stream-id",
-        "0" * 32,
-        kind="input",
-        match="one stream ID",
-    )
-    pulse.refused(
-        "relay", "memory://", far, "--stream", "s", "--once", kind="input", match="memory"
-    )
+    two = ("relay", near, far, "--stream", "s", "--stream", "t", "--stream-id", "0" * 32)
+    pulse.refused(*two, kind="input", match="one stream ID")
+    lost = ("relay", "memory://", far, "--stream", "s", "--once")
+    pulse.refused(*lost, kind="input", match="memory")
 
 
 def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
@@ -88,17 +65,8 @@ def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     publisher.publish(states[1])
     shutil.rmtree(near)
     assert pulse.json(*follow)["root"] == roots(states)[1]
-    pulse.refused(
-        "follow",
-        far,
-        far,
-        "--stream",
-        "s",
-        "--engine",
-        "http://127.0.0.1:9",
-        kind="input",
-        match="one store",
-    )
+    engine = ("follow", far, far, "--stream", "s", "--engine", "http://127.0.0.1:9")
+    pulse.refused(*engine, kind="input", match="one store")
 
 
 # -- pulse serve
@@ -109,35 +77,16 @@ def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng)
     states = history(rng, 2)
     publisher = Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
     publisher.publish(states[0])
-    command = [
-        str(Path(sys.executable).parent / "pulse"),
-        "serve",
-        tmp_path / "run",
-        "--port",
-        "0",
-        "--json",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
-            follow = ("follow", url, "--stream", "policy", "--out", tmp_path / "out", "--once")
-            for state, root in zip(states, roots(states), strict=True):
-                publisher.publish(state)
-                assert pulse.json(*follow)["root"] == root
-            pulse.refused(
-                "publish",
-                tmp_path / "out/model.safetensors",
-                url,
-                "--stream",
-                "new",
-                kind="store",
-                match="for readers",
-            )
-            server.send_signal(signal.SIGINT)
-            assert server.wait(20) == 130
-        finally:
-            server.kill()
+    with Running(tmp_path / "log", "serve", tmp_path / "run", "--port", 0, "--json") as server:
+        url = server.says(r'"url": "(.*?)"')
+        follow = ("follow", url, "--stream", "policy", "--out", tmp_path / "out", "--once")
+        for state, root in zip(states, roots(states), strict=True):
+            publisher.publish(state)
+            assert pulse.json(*follow)["root"] == root
+        publish = ("publish", tmp_path / "out/model.safetensors", url, "--stream", "new")
+        pulse.refused(*publish, kind="store", match="for readers")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 130
 
 
 def test_refusals(pulse: Pulse, tmp_path: Path) -> None:

@@ -171,14 +171,5 @@ def test_a_patch_between_any_two_versions_or_checkpoints(roots: list[str], pulse
     )
     pulse.refused("digest", "store#s@12", kind="input", match="it has 0 to 11")
     pulse.refused("digest", "store#s@x", kind="input", match="names no version")
-    pulse.refused(
-        "publish",
-        "store#s@1",
-        "new",
-        "--stream",
-        "s",
-        "--dtype",
-        "BF16",
-        kind="input",
-        match="as it is",
-    )
+    publish = ("publish", "store#s@1", "new", "--stream", "s", "--dtype", "BF16")
+    pulse.refused(*publish, kind="input", match="as it is")

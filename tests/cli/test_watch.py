@@ -4,8 +4,6 @@ killed."""
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stre
 from pulse_rl.errors import PublisherConflict
 from tests.support.commands import Pulse
 from tests.support.killed import Killed
+from tests.support.running import Running
 from tests.support.states import Rng, reach
 
 
@@ -33,18 +32,8 @@ def written(folder: Path, step: int, seed: int = 0, done: bool = True) -> Path:
 
 
 def watch(folder: Path, store: Path) -> tuple[object, ...]:
-    return (
-        "watch",
-        folder,
-        store,
-        "--stream",
-        "s",
-        "--pattern",
-        "step_*",
-        "--done",
-        "STABLE",
-        "--once",
-    )
+    which = ("--pattern", "step_*", "--done", "STABLE")
+    return ("watch", folder, store, "--stream", "s", *which, "--once")
 
 
 def steps_of(store: Path) -> list[Any]:
@@ -86,13 +75,8 @@ def test_two_watchers_publish_nothing_twice(pulse: Pulse, tmp_path: Path) -> Non
     store, folder = tmp_path / "store", tmp_path / "out"
     for step in range(12):
         written(folder, step)
-    program = "import sys; from pulse_rl_command import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, *map(str, watch(folder, store))]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    assert 0 in {each.wait() for each in both}
+    both = [Running(tmp_path / f"log-{k}", *watch(folder, store)) for k in range(2)]
+    assert 0 in {each.process.wait() for each in both}
     pulse(*watch(folder, store))
     assert steps_of(store) == list(range(12))
 

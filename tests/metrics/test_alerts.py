@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,17 +35,22 @@ def hasty_rules() -> str:
     return re.sub(r"< (1800|600)\b", lambda found: f"< {int(found[1]) // 60}", text)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Prometheus:
     """A Prometheus that scrapes each second what is in ``targets``, by name of the process."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}/api/v1/alerts"
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}/api/v1"
         self._targets = folder / "targets.json"
-        self.targets = dict[str, Running]()
+        self.targets = dict[str, str]()
         self.scrape()
         (folder / "alerts.yaml").write_text(hasty_rules())
         found = {"files": [str(self._targets)], "refresh_interval": "1s"}
@@ -54,40 +60,39 @@ class Prometheus:
             "scrape_configs": [{"job_name": "fleet", "file_sd_configs": [found]}],
         }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        settings = {"config.file": folder / "prometheus.yaml", "storage.tsdb.path": folder / "data",
+                    "web.listen-address": f"127.0.0.1:{port}", "log.level": "error"}  # fmt: skip
         self.process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yaml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-                "--log.level=error",
-            ]
+            ["prometheus", *(f"--{name}={value}" for name, value in settings.items())]
         )
 
     def scrape(self) -> None:
         groups = [
-            {"targets": [each.address.removeprefix("http://")], "labels": {"process": name}}
-            for name, each in self.targets.items()
+            {"targets": [address], "labels": {"process": name}}
+            for name, address in self.targets.items()
         ]
         self._targets.write_text(json.dumps(groups))
 
+    def asked(self, what: str) -> Any:
+        try:
+            return json.loads(got(f"{self._url}/{what}")[1])["data"]
+        except OSError:  # it starts
+            return {"alerts": [], "result": []}
+
     def firing(self) -> set[tuple[str, str]]:
         """(alert, process) of what fires."""
-        try:
-            found: Any = json.loads(got(self._url)[1])["data"]["alerts"]
-        except OSError:  # it starts
-            return set()
-        return {
-            (each["labels"]["alertname"], each["labels"]["process"])
-            for each in found
-            if each["state"] == "firing"
-        }
+        found = [each for each in self.asked("alerts")["alerts"] if each["state"] == "firing"]
+        return {(each["labels"]["alertname"], each["labels"]["process"]) for each in found}
+
+    def up(self) -> int:
+        """How many processes answer."""
+        return sum(int(each["value"][1]) for each in self.asked("query?query=up")["result"])
 
 
-def sidecar(store: Path, folder: Path) -> list[str]:
+def sidecar(store: Path, folder: Path, port: int) -> list[str]:
     """The command of examples/kubernetes.yaml that follows into an engine, which is not there."""
-    pods = {each["kind"]: each for each in yaml.safe_load_all(
-        (EXAMPLES / "kubernetes.yaml").read_text())}["Deployment"]["spec"]["template"]  # fmt: skip
+    objects = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    pods = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]
     found = next(c for c in pods["spec"]["containers"] if c["name"] == "follow")
     for_cluster = {
         "$(STORE)": str(store),
@@ -95,7 +100,7 @@ def sidecar(store: Path, folder: Path) -> list[str]:
         "$(POD_NAME)": "sidecar",
         "http://localhost:8000": "http://127.0.0.1:1",
         "/cache": str(folder / "cache"),
-        "=9107": "=0",
+        "=9107": f"={port}",
         "0.0.0.0": "127.0.0.1",
     }
     words = [*found["command"], *found["args"], "--poll=0.2"]
@@ -128,17 +133,16 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
 
         def run(name: str, *words: object) -> Running:
             made = opened.enter_context(Running(tmp_path / f"{name}.log", *words))
-            prometheus.targets[name] = made
+            prometheus.targets[name] = made.address.removeprefix("http://")
             return made
 
-        def keep_stepping(changed: int, done: Callable[[], bool], least: int = 0) -> None:
-            """A checkpoint a second or so, until ``done`` after at ``least`` so many."""
-            first = steps
+        def keep_stepping(changed: int, done: Callable[[], bool]) -> None:
+            """A checkpoint after the other, until ``done``."""
 
             def stepped() -> bool:
                 step(changed)
                 until(lambda: (trainer.metric("version", 'role="publisher"') or -1) >= steps - 1)
-                return steps - first >= least and done()
+                return done()
 
             until(stepped, 180)
 
@@ -149,14 +153,20 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
         relay = run("relay", "relay", store, near, *at)
         far = run("far", "follow", near, *at, "--out", tmp_path / "b", "--name", "far")
         run("server", "serve", near, "--port", "0", "--metrics-port", "0")
+        # Scraped before it starts: it fails ever more seldom, and seconds are short.
+        prometheus.targets["sidecar"] = f"127.0.0.1:{(port := free_port())}"
         prometheus.scrape()
 
-        # 1. A fleet that is well, for longer than the longest window.
+        # 1. A fleet that is well, for longer than the longest window with its `for`.
+        keep_stepping(100, lambda: prometheus.up() == 5)
+        ends = time.monotonic() + 45
+
         def all_is_well() -> bool:
             assert prometheus.firing() == set()
-            return True
+            return time.monotonic() > ends
 
-        keep_stepping(100, all_is_well, least=60)
+        keep_stepping(100, all_is_well)
+        assert prometheus.up() == 5
         newest = steps - 1
         until(lambda: worker.metric("version", "subscriber") == newest)
         until(lambda: far.metric("version", "subscriber") == newest)
@@ -164,8 +174,7 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
         # 2. A relay dies, and what is behind it is damaged; dense patches; an engine is away.
         relay.process.kill()
         (near / "policy" / "versions" / f"{newest + 1:012d}.json").write_text("{}")
-        run("sidecar", *sidecar(store, tmp_path))
-        prometheus.scrape()
+        run("sidecar", *sidecar(store, tmp_path, port))
         expected = {
             ("PulseDown", "relay"),
             ("PulseWorkerBehind", "far"),
@@ -180,7 +189,7 @@ def test_each_alert_fires_for_its_cause_and_none_without(tmp_path: Path, rng: Rn
             seen.update(prometheus.firing())
             return seen >= expected
 
-        keep_stepping(15_000, all_fired, least=11)
+        keep_stepping(15_000, all_fired)
 
         # 3. The trainer stops writing.
         expected.add(("PulseNoNewVersion", "trainer"))

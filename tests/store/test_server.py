@@ -31,14 +31,14 @@ def served(tmp_path: Path) -> Iterator[FolderServer]:
 
 
 def ask(
-    server: FolderServer, method: str, path: str, **headers: str
+    server: FolderServer, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
-    connection.request(method, path, headers=headers)
+    connection.request(method, path, body, headers)
     answer = connection.getresponse()
-    body = answer.read()
+    data = answer.read()
     connection.close()
-    return answer.status, body, answer.headers
+    return answer.status, data, answer.headers
 
 
 def test_it_answers_as_a_web_server_does(served: FolderServer) -> None:
@@ -271,12 +271,7 @@ def test_heartbeats_are_all_that_it_takes(served: FolderServer, tmp_path: Path) 
     root, beat = tmp_path / "root", "/s/workers/w-000000000001"
 
     def change(method: str, path: str, body: bytes = b"") -> int:
-        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
-        connection.request(method, path, body)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        return answer.status
+        return ask(served, method, path, body)[0]
 
     assert change("PUT", beat) == 404, "there is no such stream"
     LocalStore(root).put("s/versions/000000000000.json", b"{}")

@@ -2,8 +2,8 @@
 result.
 
 Exit status: 0 success; 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint
-on stderr), or `verify` and `store-check` have found a problem; 2 usage error; 130 interrupted; 143
-ended by SIGTERM. The program starts in ``pulse_rl_command``.
+on stderr), or `verify`, `store-check` or `status --stale` has found a problem; 2 usage error; 130
+interrupted; 143 ended by SIGTERM. The program starts in ``pulse_rl_command``.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ class _Control:
         self.woken = threading.Event()
         self.written = threading.Condition()
         self.ended = False
+        #: The objects are removed at the end.
+        self.leave = False
         self.thread: threading.Thread | None = None
 
     def end(self) -> None:
@@ -184,14 +186,8 @@ class Heartbeat(Closing):
 
     def close(self) -> None:
         """End the thread and remove the worker's objects. May be called twice."""
-        if self._is_over():
-            return
+        self._control.leave = True
         self._end()
-        with self._lock:
-            written = [name for held in self._held.values() for name in held.written or ()]
-            self._held.clear()
-        for name in written:
-            self._try(partial(self._store.delete, name))
 
     def _trouble(self, event: CallFailed | FallbackUsed, *, failed: int) -> None:
         if self._is_over():
@@ -207,10 +203,8 @@ class Heartbeat(Closing):
             # From then on the publisher reacts.
             urgent = urgent or (failed > 0 and held.errors == _LEAST_ERRORS)
             text = " ".join(shown_text(event.reason).split())
-            held.kind, held.reason = (
-                event.kind,
-                "".join(filter(str.isprintable, text))[:_MAX_REASON],
-            )
+            held.kind = event.kind
+            held.reason = "".join(filter(str.isprintable, text))[:_MAX_REASON]
             if urgent:
                 held.news, held.next_report = held.news + 1, now + _REPORT_SECONDS
         if urgent:
@@ -260,6 +254,11 @@ class Heartbeat(Closing):
             if name != now:
                 self._store.delete(name)
 
+    def _remove(self) -> None:
+        for held in list(self._held.values()):
+            for name in held.written or ():
+                self._try(partial(self._store.delete, name))
+
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
@@ -277,7 +276,11 @@ def _keep_beating(reference: weakref.ref[Heartbeat], control: _Control) -> None:
         control.woken.wait(max(0.0, due - time.monotonic()))
         control.woken.clear()
         heartbeat = reference()
-        if heartbeat is None or control.ended:
+        if heartbeat is None:
+            return
+        if control.ended:
+            if control.leave:
+                heartbeat._remove()
             return
         again = time.monotonic() >= due
         if again:
