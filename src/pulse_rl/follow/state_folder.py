@@ -400,7 +400,8 @@ class StateFolder:
 
     def check_of(self, base: Baseline) -> Callable[[range], None]:
         """A check of a group of blocks of a ``base`` in here, which raises DigestMismatch if the
-        disk has other bits than were written. Leaves that ranks share are not looked at."""
+        disk has other bits than were written. Ranks of a `ShardedPublisher`, which share leaves,
+        hold their slices in memory and have no folder."""
         self.lengthen()
 
         def check(group: range) -> None:
