@@ -8,8 +8,9 @@ from hashlib import sha256
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PulseError, Relay, Signer, Subscriber
-from pulse_rl.errors import PublisherConflict, StreamRecreated
+from pulse_rl import MemoryStore, Publisher, Relay, Signer, Subscriber, verify_stream
+from pulse_rl.errors import PublisherConflict, StreamForked, StreamRecreated
+from pulse_rl.events import Event, Relayed
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
@@ -153,29 +154,55 @@ def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng, source: Memory
     assert_whole(target)
 
 
-def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
-    """A store that was restored from a backup goes on from an earlier version: its next patch has
-    another base."""
-    states = history(rng, 6)
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("anchored", [None, 2, 3])
+@pytest.mark.parametrize("published", [1, 2, 3, 4])
+def test_a_source_that_was_set_back_does_not_break_the_target(
+    rng: Rng, published: int, anchored: int | None, restarted: bool
+) -> None:
+    """A store that was restored from a backup goes on from an earlier version. The target has
+    version 2 of the time before, and keeps it until the relay may start over."""
+    states = history(rng, 8)
     source, target = MemoryStore(), MemoryStore()
     with Publisher(source, stream="policy", threads=1, anchor_ratio=1e9) as publisher:
         publisher.publish(states[0])
         backup = {name: source.get(name) for name in names(source, "policy")}
-        publisher.publish(states[1])
-        relay = Relay(source, target, stream="policy", threads=1)
-        relay.sync()
+        publish_each(publisher, states[1:3])
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
     for name in names(source, "policy"):
         source.delete(name)
     for name, data in backup.items():
         source.put(name, data)
-    publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
-    publish_each(publisher, states[2:4])
-    with pytest.raises(PulseError):
-        relay.sync()
-    assert newest_root(target) == roots(states)[1], "the target shows what it had"
-    publisher.publish(states[4], anchor=True)
-    relay.sync()
-    assert newest_root(target) == roots(states)[4]
+    with Publisher(source, stream="policy", threads=1, anchor_ratio=1e9) as publisher:
+        for version, state in enumerate(states[4 : 4 + published], 1):
+            root = publisher.publish(state, anchor=version == anchored).root
+    if restarted:
+        relay = Relay(source, target, stream="policy", threads=1)
+    for _ in range(2):
+        with pytest.raises(StreamForked):
+            relay.sync()
+    assert newest_root(target) == roots(states)[2], "the target shows what it had"
+    found: list[Event] = []
+    Relay(
+        source, target, stream="policy", allow_recreated=True, threads=1, on_event=found.append
+    ).sync()
+    assert newest_root(target) == root
+    assert all(version.ok for version in verify_stream(target, "policy"))
+    assert [type(event) for event in found] == [Relayed], "nothing was avoided on the way"
+
+
+def test_what_lies_in_the_place_of_versions_costs_no_second_call(rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    with Publisher(source, stream="policy", anchor_ratio=1e9) as publisher:
+        publish_each(publisher, states)
+    for version in range(3):
+        target.put(f"policy/versions/{version:012}.json", b"junk")
+    found: list[Event] = []
+    Relay(source, target, stream="policy", threads=1, on_event=found.append).sync()
+    assert newest_root(target) == roots(states)[2]
+    assert [type(event) for event in found] == [Relayed]
 
 
 def test_a_fold_of_another_size_of_state_is_not_cut(rng: Rng) -> None:

@@ -380,6 +380,66 @@ def test_what_the_disk_changes_meanwhile_is_restored(rng: Rng, place: Place, han
         assert [e for e in place.events if isinstance(e, FallbackUsed)]
 
 
+def survives(work: Callable[[], Any]) -> None:
+    """Runs ``work()`` in another process, which SIGBUS may end."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("length", [0, 8192])
+@pytest.mark.parametrize("hand_out", ["state", "save", "sync"])
+def test_a_state_whose_file_is_cut_is_restored(
+    rng: Rng, place: Place, hand_out: str, length: int
+) -> None:
+    states = history(rng, 3, elements=50_000)
+    options: dict[str, Any] = {"state": place.folder / "s", "on_event": place.events.append}
+
+    def work() -> None:
+        with (
+            tuned(place.store, stream="policy") as publisher,
+            Subscriber(place.store, stream="policy", **options) as worker,
+        ):
+            publisher.publish(states[0])
+            present(worker.sync()).acknowledge()
+            os.truncate(place.state_file("s"), length)
+            if hand_out == "save":
+                worker.save(place.folder / "out")
+                assert state_root(place.folder / "out") == roots(states)[0]
+            elif hand_out == "state":
+                assert state_root(worker.state) == roots(states)[0]
+            else:
+                publisher.publish(states[1])
+                assert present(worker.sync()).full
+                assert state_root(worker.state) == roots(states)[1]
+            assert [e for e in place.events if isinstance(e, FallbackUsed)]
+        # The file that was restored is found by the next process.
+        assert place.fetched(place.sync) == (roots(states)[hand_out == "sync"], [])
+
+    survives(work)
+
+
+def test_a_baseline_whose_file_is_cut_is_not_used(rng: Rng, place: Place) -> None:
+    states = history(rng, 3, elements=50_000)
+
+    def work() -> None:
+        with tuned(place.store, stream="policy", baseline=place.folder / "p") as publisher:
+            publisher.publish(states[0])
+            os.truncate(place.state_file("p"), 8192)
+            assert "changed on the disk" in publisher.publish(states[1]).reason
+            assert publisher.publish(states[2]).patch_bytes
+        found = [each.root for each in verify_stream(place.store, "policy") if each.ok]
+        assert found == roots(states)
+
+    survives(work)
+
+
 def test_no_patch_is_coded_against_a_baseline_that_the_disk_has_changed(
     rng: Rng, place: Place
 ) -> None:

@@ -123,7 +123,7 @@ def add_parsers(commands: Any) -> None:
     command.add_argument("--stream", required=True, action="append", metavar="S", help=text)
     text = "keep the newest N versions of the target restorable (default: all)"
     command.add_argument("--keep", type=count, metavar="N", help=text)
-    text = "if a stream is deleted and recreated, copy the new one instead"
+    text = "if a stream is deleted and recreated, or its source goes back in time, copy the new one"
     command.add_argument("--allow-recreated", action="store_true", help=text)
     add_poll(command, "polls of the source", "copy what is there")
 

@@ -209,10 +209,7 @@ class StateFolder:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, size)
-                else:
-                    os.truncate(handle, size)
+                _lengthen(handle, size)
                 os.pwrite(handle, head, 0)
                 memory = _mapped(handle, size)
             except BaseException:
@@ -363,6 +360,28 @@ class StateFolder:
         for name in kept.names if kept else ():
             self._delete_unused(name)
 
+    def lengthen(self) -> bool:
+        """Gives files that others have cut their length again, and returns whether there was one:
+        access to memory behind the end of its file would end the process (SIGBUS). What was cut
+        off is lost, which the digest shows. Raises StoreFull and StoreError."""
+        cut_off = False
+        for name, used in self._files.items():
+            memory: Any = used.memory()
+            if memory is None or memory.base.obj.size() >= memory.nbytes:
+                continue
+            path, cut_off = self.path / name, True
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    _lengthen(handle, memory.nbytes)
+                finally:
+                    os.close(handle)
+            except OSError as error:
+                raise disk_error(error, f"give {path} its {memory.nbytes} bytes again") from error
+            if memory.base.obj.size() < memory.nbytes:
+                raise StoreError(f"{path} was cut while it was mapped, and replaced")
+        return cut_off
+
     def prove(self, host: HostState, stores: Failover, *, delivers: bool = False) -> None:
         """Restores the version of ``host`` if the disk has other bits than were written: before
         they are handed out. Where it only ``delivers`` what the last link has changed, or led to,
@@ -370,7 +389,7 @@ class StateFolder:
         version, last = host.version, host.followed[-1] if host.followed else None
         if version is None:
             return
-        if delivers and last:
+        if not self.lengthen() and delivers and last:
             owned = host.pending()
             if last.base is None or (last.base, host.state.aliases) == (owned.since, owned.aliases):
                 return
@@ -381,7 +400,9 @@ class StateFolder:
 
     def check_of(self, base: Baseline) -> Callable[[range], None]:
         """A check of a group of blocks of a ``base`` in here, which raises DigestMismatch if the
-        disk has other bits than were written. Leaves that ranks share are not looked at."""
+        disk has other bits than were written. Ranks of a `ShardedPublisher`, which share leaves,
+        hold their slices in memory and have no folder."""
+        self.lengthen()
 
         def check(group: range) -> None:
             some = [base.blocks[index] for index in group]
@@ -394,6 +415,7 @@ class StateFolder:
     def journal(self, state: State) -> Journal | None:
         """Takes each block of the kept state before it is changed, and its old bits; None
         where ``state`` is another one."""
+        self.lengthen()
         kept = self.kept
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
@@ -516,6 +538,15 @@ def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
                     bits.put(target, positions[first:last], values[first:last], base)
                     base, first = base + elements, last
             at += length
+
+
+def _lengthen(handle: int, size: int) -> None:
+    """Makes a file as long as ``size``, with room on the disk where the system can. Raises
+    OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.truncate(handle, size)
 
 
 def _mapped_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -93,8 +93,14 @@ def policy_weights(
             hint="Use PulseCallback, which gathers them.",
         )
     taken: dict[str, Any] = {}
+    merged: dict[frozenset[tuple[int, int]], dict[str, torch.Tensor]] = {}
     for path, layer in adapters.modules.items():
-        taken |= _merged(path, layer, target, keep)
+        # Tied layers whose adapters are tied as well have one memory: they stay one tensor, which
+        # is merged once. PEFT's own LoRA merges both adapters into it.
+        memory = frozenset(map(_place, _tensors_of(layer)))
+        if memory not in merged:
+            merged[memory] = _merged(path, layer, target, keep)
+        taken |= {f"{path}.{name}": tensor for name, tensor in merged[memory].items()}
     # 2. All other tensors. The units of FSDP1 know their parameters' names, the outermost one among
     # them.
     known: dict[int, Any] = {}
@@ -136,6 +142,13 @@ def _memory(tensor: Any) -> int:
         return id(tensor)
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return int(local.untyped_storage()._cdata)
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """The same numbers for tensors of the same memory, on all ranks alike: what is empty here is
+    elsewhere on another rank."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return (local.data_ptr(), local.numel()) if local.numel() else (id(tensor), 0)
 
 
 def _check_names(tensors: Mapping[str, Any]) -> None:
@@ -189,7 +202,8 @@ def adapter_weights(
     active = core.active_adapters
     if len(active) != 1:
         raise UnsupportedTensor(
-            f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one"
+            f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one",
+            hint=f"Leave one in use with set_adapter(). Or: {_MERGED}",
         )
     config = core.peft_config[active[0]]
     _check_base(core, active[0], config)
@@ -310,7 +324,7 @@ def torch_dtype(dtype: DTypeLike | None) -> torch.dtype | None:
 
 def base_of(model: nn.Module) -> nn.Module:
     """The model inside of DDP, DeepSpeed, FSDP1, torch.compile and PEFT. Raises UnsupportedTensor
-    for prompt learning."""
+    for adapters that have no merged weights, such as prompt learning."""
     model = _without_wrappers(model)
     while is_fsdp1(model):
         inner: Any = model.module
@@ -318,10 +332,13 @@ def base_of(model: nn.Module) -> nn.Module:
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
-    if model.active_peft_config.is_prompt_learning:
+    # X-LoRA weighs its adapters for each token, though PEFT merges them. Prompt learning and
+    # LLaMA-Adapter have no merge.
+    by_token = model.peft_type == "XLORA"
+    if by_token or not hasattr(model.base_model, "merge_and_unload"):
         raise UnsupportedTensor(
-            "a prompt-learning adapter has no merged weights",
-            hint="Use LoRA, or publish the adapter's own weights.",
+            f"an adapter of type {model.peft_type.value} has no merged weights",
+            hint="Use LoRA, which is merged." + ("" if by_token else f" Or: {_ALONE}"),
         )
     base: nn.Module = model.get_base_model()
     return base
@@ -496,6 +513,8 @@ class _Adapters:
             name = without_wrappers(path)  # as in the `state_dict`
             if isinstance(module, peft.utils.ModulesToSaveWrapper):
                 self._saved[name] = next(iter(module.active_adapters), "")
+            elif isinstance(module, peft.utils.other.TrainableTokensWrapper):
+                self.modules[name] = module.token_adapter
             elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
                 raise UnsupportedTensor(
                     f"{name!r} is a {type(module).__name__}, which cannot be merged aside",
@@ -538,21 +557,14 @@ def _prefixes(name: str) -> Iterator[str]:
 def _merged(
     path: str, layer: Any, target: torch.dtype | None, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """The base layer's tensors with the adapters merged in FP32 (FP64 if the layer has any), by the
-    base model's names.
+    """The base layer's tensors, by its own names, with the adapters merged in FP32 (FP64 if the
+    layer has any).
 
     PEFT merges into a copy of this one layer: merging in place and back again would let the base
     drift.
     """
     tensors = _tensors_of(layer)
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    # PEFT 0.21 merges such an adapter twice into the one tied tensor.
-    if any(getattr(module, "kwargs", {}).get("tied_adapter") for module in layer.modules()):
-        raise UnsupportedTensor(
-            f"{path!r} shares its adapter with the layer that it is tied to (ensure_weight_tying)",
-            hint="Publish the adapter alone, PulseCallback(adapter=True), or train such a layer in "
-            "modules_to_save, which is merged.",
-        )
     base = {id(tensor) for tensor in _tensors_of(layer.get_base_layer())}
     copies: dict[int, Any] = {}
     for tensor in tensors:
@@ -575,6 +587,9 @@ def _merged(
         )
     if not keep:
         return {}
+    for module in layer.modules():  # views of parameters, which refuse to be copied
+        tied = getattr(module, "kwargs", {}).get("tied_adapter") or {}
+        copies |= {id(view): view.detach() for view in tied.values()}
     dtypes = {name: tensor.dtype for name, tensor in layer.get_base_layer().state_dict().items()}
     aside = _copied(layer, copies)
     try:
@@ -587,9 +602,7 @@ def _merged(
             hint=_ALONE,
         ) from error
     merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
-    return {
-        f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()
-    }
+    return {name: t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()}
 
 
 def _tensors_of(module: nn.Module) -> list[Any]:

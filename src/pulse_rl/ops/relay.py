@@ -24,6 +24,7 @@ from ..errors import (
     PublisherConflict,
     PulseError,
     StoreError,
+    StreamForked,
     StreamRecreated,
 )
 from ..events import CallFailed, Listener, Relayed, checked_listener, failures_to, fell_back
@@ -78,7 +79,8 @@ class Relay:
             Default: all.
         trusted_keys: As for `Subscriber`.
         stream_id: As for `Subscriber`.
-        allow_recreated: Empty the target's copy and start over if the stream is recreated.
+        allow_recreated: Empty the target's copy and start over if the stream is recreated, or if
+            the source goes back in time.
         threads: The maximum number of parallel requests to the source, with up to 8 MiB in memory
             for each. Default: one per core.
         on_event: Called with `Relayed`, `FallbackUsed` and `CallFailed`.
@@ -155,7 +157,8 @@ class Relay:
                 rest. Default: all.
         Returns: What was copied, or None if nothing is new.
         Raises:
-            StreamRecreated: The stream was deleted and recreated.
+            StreamRecreated: The stream was deleted and recreated; StreamForked, if the source went
+                back in time, so that the target has versions that the source has no more.
             PublisherConflict: Somebody publishes to the target.
             ChainGap: No path leads to the newest version.
             StoreError: A store refuses, or is away.
@@ -242,12 +245,25 @@ class Relay:
         if newest is not None and (self._have is None or newest.version > self._have):
             self._require_no_publisher()
             self._adopt(newest)
+            if self._have is not None:
+                self._check_forked(self._have)
             self._reach(newest.version)
         elif self._have is not None:
             root, known = self._target.manifest(self._have).root, (self.source, self._target)
             check_recreated(self._have, root, self.source, found, known)
         elif found.error:
             raise found.error
+
+    def _check_forked(self, version: int) -> None:
+        """Raises StreamForked if the source has another ``version`` than the target. Mostly both
+        manifests are cached."""
+        with suppress(*UNREADABLE):
+            there, here = self.source.manifest(version).root, self._target.manifest(version).root
+            if there != here:
+                raise StreamForked(
+                    f"the source of the stream {self.source.name!r} went back in time: its version "
+                    f"{version} has root {there[:16]}…, and the target's has {here[:16]}…"
+                )
 
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that
@@ -337,8 +353,8 @@ class Relay:
 
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for
-        it: the target is the relay's. Raises PublisherConflict where another version of the stream
-        stands there."""
+        it: the target is the relay's. Raises PublisherConflict where somebody publishes there, and
+        StreamForked where another version stands there without that."""
         self._copy_digests(manifest, leaves=False)
         self._copy_files(manifest)
         hit("relay.before")
@@ -349,11 +365,13 @@ class Relay:
                 there = self._target.manifest(manifest.version)
                 if there == manifest:  # a reply was damaged
                     return
-                raise PublisherConflict(
-                    f"the target has another version {there.version} of {there.stream!r}",
-                    hint=_ANOTHER_TARGET,
+                self._require_no_publisher()
+                raise StreamForked(
+                    f"the target has another version {there.version} of {there.stream!r} than the "
+                    "source, which went back in time"
                 )
             self._target.store.delete(self._target.names.version(manifest.version))
+            self._target.versions(self._have)  # what is listed of it is another object's
         raise CorruptManifest(
             f"version {manifest.version} cannot be shown: the target's object is written by others"
         )

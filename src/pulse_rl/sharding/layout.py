@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..errors import StateMismatch
 from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES
-from ..state.tensors import DType, Empty, Segment, State, TensorSpec, dtype_of
+from ..state.tensors import DType, Segment, State, TensorSpec, dtype_of
 from ..sync.pending import PublishLayout
 
 #: Indices of one dimension: ascending ranges [start, stop).
@@ -286,11 +286,10 @@ class SlicedState(State):
         self._source = source
 
     @classmethod
-    def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
-        """Segments in new host memory, or in that which ``empty`` makes, with uninitialized
-        values."""
+    def allocate(cls, segments: Sequence[Segment]) -> SlicedState:
+        """Segments in new host memory, with uninitialized values."""
         flat = tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
-        return cls(segments, empty(flat, None))
+        return cls(segments, State.empty(flat, None))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         """Elements [``start``, ``stop``) of the whole tensor, as `State.read`."""

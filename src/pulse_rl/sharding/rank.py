@@ -200,7 +200,7 @@ class ShardedRank(RankPublisher):
     def _allocate(self, segments: Sequence[Segment]) -> State:
         if all(segment.is_whole for segment in segments):
             return super()._allocate(segments)
-        return SlicedState.allocate(segments, self._folder.empty if self._folder else State.empty)
+        return SlicedState.allocate(segments)
 
     def _hash(self, state: PublishState) -> None:
         """Hashes the leaves that ranks share, if something in them changed. Each rank has hashed

@@ -371,10 +371,10 @@ class Stream:
         return found.manifest
 
     def forget(self) -> None:
-        """Drop the cached manifests and the stream's ID."""
+        """Drop the cached manifests, what was listed, and the stream's ID."""
         self.forget_manifests()
         self._unreadable = UnreadableObjects(self._on_refused)
-        self._accepted = None
+        self._accepted, self._listed = None, {}
         self.stream_id = None
 
     def commit(self, manifest: Manifest) -> bool:

@@ -417,7 +417,7 @@ class Subscriber(Closing, NotCopyable):
         host = self._host
         # 1. Settle what earlier calls left: a state that an error left half-way, and updates that
         # the owner has acknowledged since.
-        host.recover()
+        host.recover(doubted=bool(self._folder and self._folder.lengthen()))
         if any(
             receipt.acknowledged for receipt in self._delivered if receipt.version == host.version
         ):
