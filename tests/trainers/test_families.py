@@ -287,6 +287,18 @@ def test_an_adapter_is_published_as_peft_saves_it(
     assert same(alone, files(tmp_path / "adapter"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Gemma2ForCausalLM", "MiniCPM3ForCausalLM", "CTRLLMHeadModel", "T5ForConditionalGeneration"],
+)
+def test_trained_tokens_of_tied_embeddings(name: str, tmp_path: Path) -> None:
+    """The head has a bias, or the embedding a scale, so that not all of their tensors are tied."""
+    options = {"target_modules": "all-linear", "trainable_token_indices": [1, 2]}
+    model = moved(lora(**options, task_type=None)(built(name, torch.float32)))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert same(published(model, tmp_path / "followed"), files(tmp_path / "merged"))
+
+
 def test_a_mixture_of_adapters_by_the_input_is_refused(tmp_path: Path) -> None:
     """PEFT merges the adapters of X-LoRA, though its forward pass weighs them for each token."""
     lora(init_lora_weights=False)(tiny()).save_pretrained(tmp_path)

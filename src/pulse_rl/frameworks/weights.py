@@ -93,14 +93,15 @@ def policy_weights(
             hint="Use PulseCallback, which gathers them.",
         )
     taken: dict[str, Any] = {}
-    merged: dict[frozenset[tuple[int, int]], dict[str, torch.Tensor]] = {}
+    merged: dict[Any, torch.Tensor] = {}
     for path, layer in adapters.modules.items():
-        # Tied layers whose adapters are tied as well have one memory: they stay one tensor, which
-        # is merged once. PEFT's own LoRA merges both adapters into it.
-        memory = frozenset(map(_place, _tensors_of(layer)))
-        if memory not in merged:
-            merged[memory] = _merged(path, layer, target, keep)
-        taken |= {f"{path}.{name}": tensor for name, tensor in merged[memory].items()}
+        # Tied tensors whose adapters are tied as well have one memory: they stay one tensor, into
+        # which the adapter is merged once. PEFT's own LoRA merges both of them.
+        base = {id(tensor) for tensor in _tensors_of(layer.get_base_layer())}
+        own = frozenset(_place(t) for t in _tensors_of(layer) if id(t) not in base)
+        before = layer.get_base_layer().state_dict(keep_vars=True)
+        for name, tensor in _merged(path, layer, target, keep).items():
+            taken[f"{path}.{name}"] = merged.setdefault((_place(before[name]), own), tensor)
     # 2. All other tensors. The units of FSDP1 know their parameters' names, the outermost one among
     # them.
     known: dict[int, Any] = {}
@@ -145,8 +146,7 @@ def _memory(tensor: Any) -> int:
 
 
 def _place(tensor: Any) -> tuple[int, int]:
-    """The same numbers for tensors of the same memory, on all ranks alike: what is empty here is
-    elsewhere on another rank."""
+    """The same numbers for tensors of the same memory. All empty ones have the same address."""
     local = getattr(tensor, "_local_tensor", tensor)
     return (local.data_ptr(), local.numel()) if local.numel() else (id(tensor), 0)
 
@@ -569,7 +569,7 @@ def _merged(
     copies: dict[int, Any] = {}
     for tensor in tensors:
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            if id(tensor) not in base:  # an adapter's indices
+            if id(tensor) not in base or not tensor.ndim:  # an adapter's indices, a scale
                 continue
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights",
