@@ -214,12 +214,17 @@ def _with_checkpoint(
         assert ahead.version is not None
         built = build_patch(host.state, ahead.state, host.digest, threads=threads)
         payload = store_patch(target, built.chunks)
-        target.put_fold_link(host.version, ahead.version, [payload])
+        patch = target.manifest(ahead.version).patch
+        if patch and patch.parts == (payload,):  # the very bytes that were lost
+            name = target.names.payload(payload.sha256, PATCH)
+        else:
+            name = f"the fold {host.version}->{ahead.version}"
+            target.put_fold_link(host.version, ahead.version, [payload])
         catch_up(HostState(threads=threads), target, ahead.version)
     except (StateMismatch, ChainGap) as error:
         yield Repair(name, f"{error}. {advice}")
     else:
-        yield Repair(f"the fold {host.version}->{ahead.version}", "")
+        yield Repair(name, "")
 
 
 def _at_start(
