@@ -21,7 +21,7 @@ LIBRARY = CHECKOUT / "src" / "pulse_rl"
 #: The packages that keep the promise, bit for bit; all else is an extra.
 CORE = ("state", "codec", "patch", "store", "stream", "sync")
 
-MAX_SRC_LINES, MAX_SRC_FILES = 29_700, 150
+MAX_SRC_LINES, MAX_SRC_FILES = 30_700, 150
 MAX_CORE_LINES, MAX_CORE_FILES = 6_200, 40
 #: Code lines of Python: without blank lines, comments and docstrings.
 MAX_TEST_LINES = 46_000

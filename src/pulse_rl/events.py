@@ -235,11 +235,12 @@ class FallbackUsed(OneLine):
 class CallFailed(OneLine):
     """Report that a call raised an error.
 
-    A "fold" that failed does no harm: readers use the patches instead.
+    A "fold" or "anchor" that failed does no harm: readers use the patches instead.
 
     Args:
         stream: The stream's name.
-        call: "publish", "sync", "relay", "fold", or "gc" for the deletion of old versions.
+        call: "publish", "sync", "relay", "fold", "anchor" for one that found no room in the store,
+            or "gc" for the deletion of old versions.
         kind: The stable name of the error (`pulse_rl.errors`).
         reason: The message of the error.
     """

@@ -17,10 +17,11 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
-from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
+from pulse_rl.errors import EmptyStream, InputError, StoreFull, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
+from pulse_rl.store import Data
 from tests.support.lying_store import LyingStore
-from tests.support.publishers import FoldingPublisher
+from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.states import TinyTrainer, reach
 from tests.support.stores import FaultyStore, names
 
@@ -143,6 +144,72 @@ def test_a_publisher_keeps_what_it_is_told_to() -> None:
     )
     with pytest.raises(InputError, match="keep"):
         Publisher(store, stream="s", keep=0)
+
+
+@pytest.mark.parametrize("keep", [1, 5, 12])
+def test_keep_bounds_what_is_stored(keep: int) -> None:
+    """Without anchors of its own accord `keep` would delete nothing here: the patches of 60
+    versions are smaller than the state."""
+    store, trainer = MemoryStore(), TinyTrainer()
+    most = most_anchors = 0
+    with Publisher(store, stream="s", anchor_ratio=1e9, keep=keep, threads=1) as publisher:
+        for _ in range(60):
+            root = trainer.publish(publisher).root
+            publisher.wait()
+            most = max(most, len(names(store, "s/versions")))
+            most_anchors = max(most_anchors, len(names(store, "s/links")))
+    assert most <= 2 * max(keep, 4)
+    assert most_anchors == 2
+    newcomer = Subscriber(store, stream="s")
+    newcomer.sync(60 - keep)
+    reach(newcomer, root)
+    assert all(report.ok for report in verify_stream(store, "s"))
+
+
+def test_an_anchor_that_finds_no_room_stops_no_training() -> None:
+    """A patch still fits. What was stored of the anchor goes, so that it does."""
+    events, store, trainer = list[Event](), Full(), TinyTrainer()
+    with tuned(
+        store, stream="s", keep=4, threads=1, on_event=events.append, shard_bytes=300
+    ) as publisher:
+        for version in range(45):
+            store.room = 1 if 1 <= version < 25 else 1000
+            trainer.publish(publisher)
+    failed = [event for event in events if isinstance(event, CallFailed)]
+    assert [(event.call, event.kind) for event in failed] == [("anchor", "store_full")] * 2
+    assert names(store, "s/versions")[0] > f"s/versions/{24:012d}", "later ones found room"
+    assert all(report.ok for report in verify_stream(store, "s"))
+    shards = [name for name in names(store, "s/payloads") if name.endswith(".safetensors")]
+    store.room = 1
+    with pytest.raises(StoreFull):
+        trainer.publish(publisher, anchor=True)
+    left = [name for name in names(store, "s/payloads") if name.endswith(".safetensors")]
+    assert left == shards
+
+
+class Full(MemoryStore):
+    """Has room for so many shards of an anchor."""
+
+    room = 1000
+
+    def put(self, name: str, data: Data) -> None:
+        if name.endswith(".safetensors"):
+            if not self.room:
+                raise StoreFull("no space left")
+            self.room -= 1
+        super().put(name, data)
+
+
+def test_unfinished_files_of_killed_writers_go(tmp_path: Path) -> None:
+    with Publisher(tmp_path, stream="s") as publisher:
+        TinyTrainer().publish(publisher)
+    left = tmp_path / ".unfinished" / ".shard.safetensors.abcdefgh"
+    left.write_bytes(bytes(1000))
+    (tmp_path / ".unfinished" / "of somebody else").write_bytes(b"")
+    assert gc_stream(tmp_path, "s", keep=1).unfinished == 0
+    assert gc_stream(tmp_path, "s", keep=1, grace_seconds=0, dry_run=True).unfinished == 0
+    assert gc_stream(tmp_path, "s", keep=1, grace_seconds=0).unfinished == 1000
+    assert [path.name for path in left.parent.iterdir()] == ["of somebody else"]
 
 
 def test_what_cannot_be_deleted_is_said_and_the_version_is_there() -> None:

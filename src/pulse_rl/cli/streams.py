@@ -1,5 +1,5 @@
-"""Commands on a stream: publish, anchor, attest, verify, fold, gc, keygen; and on a store: serve,
-store-check."""
+"""Commands on a stream: publish, anchor, attest, verify, repair, fold, gc, keygen; and on a store:
+serve, store-check."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from ..ops.attest import BUNDLE, AttestationKey, make_statement
 from ..ops.checkout import Checkout, checkout
 from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream
 from ..ops.gc import DEFAULT_GRACE_SECONDS, gc_stream
+from ..ops.repair import Checkpoint, repair_stream
 from ..ops.verify import verify_stream
 from ..state.cast import COMPUTE_DTYPES
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
+from ..stores.cached import CACHE_FOLDER
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
@@ -48,6 +50,7 @@ from .common import (
     facts_of,
     number,
     options,
+    path,
     port,
     seconds,
     write_output,
@@ -114,7 +117,18 @@ def add_parsers(commands: Any) -> None:
     text = "then make folds (see fold)"
     command.add_argument("--folds", type=count, nargs="+", metavar="N", help=text)
 
-    add_command(commands, "anchor", anchor, COMMON, STREAM, SIGNING, TRUST)
+    command = add_command(commands, "anchor", anchor, COMMON, STREAM, SIGNING, TRUST)
+    text = "read the newest version here: its checkpoint, or another store of the stream"
+    command.add_argument("--from", dest="source", type=path, metavar="SOURCE", help=text)
+
+    command = add_command(commands, "repair", repair, COMMON, STREAM, SIGNING, TRUST)
+    text = (
+        "another copy of the stream (a relay's target, a backup, a cache), or a checkpoint of "
+        "one version"
+    )
+    command.add_argument(
+        "--from", dest="source", type=path, required=True, metavar="SOURCE", help=text
+    )
 
     command = add_command(commands, "attest", attest, COMMON, STREAM, TRUST, LAYOUT, WRITING)
     text = "the version's number (default: the newest)"
@@ -243,9 +257,66 @@ def anchor(args: argparse.Namespace, console: Console) -> None:
 
     pulse anchor s3://bucket/run --stream policy
     """
-    store = open_lasting(args.store)
-    done = anchor_stream(store, args.stream, signer=_signer(args), **reading(args, console))
+    source = None
+    if args.source:
+        checkpoint = _checkpoint(args.source)
+        source = checkpoint.state if checkpoint else _copy_of(args.source)
+    done = anchor_stream(
+        open_lasting(args.store),
+        args.stream,
+        source=source,
+        signer=_signer(args),
+        **reading(args, console),
+    )
     print_published(done, console)
+    if done.reason:
+        console.note(done.reason)
+
+
+def repair(args: argparse.Namespace, console: Console) -> int:
+    """Restore damaged and missing objects from another copy of the stream, or from a checkpoint.
+
+    pulse repair s3://bucket/run --stream policy --from /mnt/relay
+    """
+    found = list(
+        repair_stream(
+            open_lasting(args.store),
+            args.stream,
+            _checkpoint(args.source) or _copy_of(args.source),
+            signer=_signer(args),
+            trusted_keys=args.trust,
+            stream_id=args.stream_id,
+            threads=args.threads,
+        )
+    )
+    left = sum(bool(each.problem) for each in found)
+    lines = [
+        f"{each.name} cannot be restored: {each.problem}"
+        if each.problem
+        else f"restored {each.name}"
+        for each in found
+    ]
+    lines.append(f"{len(found) - left} objects of {args.stream} restored, {left} still damaged")
+    facts = {"stream": args.stream, "restored": len(found) - left, "damaged": left}
+    console.result(facts | {"objects": [each._asdict() for each in found]}, *lines)
+    return 1 if left else 0
+
+
+def _checkpoint(source: str) -> Checkpoint | None:
+    """The checkpoint at a path; None for a store."""
+    where = Path(source)
+    if where.is_dir() and not (any(where.glob("*.safetensors")) or (where / ".pulse").exists()):
+        return None
+    if not where.exists():
+        return None
+    where = current_version(where)
+    return Checkpoint(load(where)[0], where)
+
+
+def _copy_of(source: str) -> Store:
+    """Another store of a stream, or the folder of a cache."""
+    cache = Path(source) / CACHE_FOLDER
+    return LocalStore(cache) if cache.is_dir() else open_lasting(source)
 
 
 def attest(args: argparse.Namespace, console: Console) -> None:
@@ -280,16 +351,47 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
     pulse verify s3://bucket/run --stream policy
     """
-    versions, problems = 0, []
     store = open_lasting(args.store)
+    versions = 0
+    problems: list[dict[str, Any]] = []
+    dependent: dict[int, list[int]] = {}  # on a damaged version
+    reached = True
     for report in verify_stream(store, args.stream, **reading(args, console)):
         versions += 1
+        reached = bool(report.links)
+        if report.depends_on is not None:
+            if not report.links:
+                dependent.setdefault(report.depends_on, []).append(report.version)
+            continue
         problems += [{"version": report.version, "problem": p} for p in report.problems]
-    lines = [f"version {p['version']}: {p['problem']}" for p in problems]
-    verdict = f"{len(problems)} problems" if problems else "all links are valid"
+    lines = []
+    for problem in problems:
+        of = dependent.pop(problem["version"], [])
+        problem["dependent"] = of
+        rest = f"; {_ranges(of)} depend{'s' * (len(of) == 1)} on it" if of else ""
+        lines.append(f"version {problem['version']}: {problem['problem']}{rest}")
+    plural = "" if len(problems) == 1 else "s"
+    verdict = f"{len(problems)} problem{plural}" if problems else "all links are valid"
+    if not reached:
+        lines.append(
+            "new workers cannot reach the newest version: see `pulse repair`, or publish one with "
+            "an anchor"
+        )
     facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
     console.result(facts, *lines, f"{versions} versions of {args.stream} verified: {verdict}")
     return 1 if problems else 0
+
+
+def _ranges(versions: list[int]) -> str:
+    """Ascending versions as text, such as "versions 3 to 59"."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][1] == version - 1:
+            runs[-1][1] = version
+        else:
+            runs.append([version, version])
+    shown = (f"{low} to {high}" if low < high else str(low) for low, high in runs)
+    return f"version{'s' if len(versions) > 1 else ''} {', '.join(shown)}"
 
 
 def _folds(args: argparse.Namespace, console: Console) -> Iterator[tuple[int, int]]:
@@ -331,12 +433,15 @@ def gc(args: argparse.Namespace, console: Console) -> None:
         "dry_run": args.dry_run,
         "wanted": plan.wanted,
         "young_bytes": plan.young,
+        "unfinished_bytes": plan.unfinished,
     }
     verb = "would be deleted" if args.dry_run else "deleted"
     lines = [
         f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} "
         f"versions; version {plan.oldest} is the oldest kept"
     ]
+    if plan.unfinished:
+        lines.append(f"{format_bytes(plan.unfinished)} of unfinished files deleted")
     if plan.oldest < plan.wanted:
         lines.append(
             f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the "

@@ -92,6 +92,19 @@ def _listed(stream: Stream, name: str) -> int:
     return count
 
 
+def has_digests(stream: Stream, manifest: Manifest, *, leaves: bool) -> bool:
+    """Whether the store has a version's digests, with ``leaves`` also its leaves, and they are
+    right."""
+    try:
+        if leaves:
+            read_tree(stream, manifest)
+        else:
+            _count(stream, manifest.root)
+    except (NotFound, FormatError, IntegrityError):
+        return False
+    return True
+
+
 def copy_digests(
     source: Stream, target: Stream, manifest: Manifest, *, leaves: bool
 ) -> PulseError | None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from .._util.settings import checked_collection
 from .._util.threads import checked_threads
-from ..errors import EmptyStream, InputError
+from ..errors import ChainGap, EmptyStream, InputError
 from ..events import CallFailed, Event, Folded, Listener, Published, checked_listener, kind_of
+from ..state.tensors import State
 from ..store import Store, open_store
 from ..store.base import UNREADABLE
 from ..stream.signing import Signer, keys_of, trusted_by
@@ -19,6 +21,7 @@ from ..sync.host_state import HostState, catch_up
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from .diff import build_patch
+from .repair import version_of
 
 #: The spans of folds, in versions.
 DEFAULT_FOLDS = (8, 64)
@@ -135,6 +138,7 @@ def anchor_stream(
     store: Store | str,
     stream: str,
     *,
+    source: State | Store | str | None = None,
     signer: Signer | None = None,
     trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
@@ -146,11 +150,14 @@ def anchor_stream(
     New workers start there, whatever was lost before it, or was signed by a key that they do not
     trust. This takes the stream over: a trainer that still publishes to it is refused at its next
     commit. A trainer that is about to start need not call it, since ``publish(anchor=True)`` does
-    the same.
+    the same. If the newest version cannot be restored, the newest one that can be is published, and
+    the ``reason`` says which.
 
     Args:
         store: The store, or its address.
         stream: The stream's name.
+        source: Where the newest version is read: its state, or another store of the stream.
+            Default: in the store itself.
         signer: Signs the version. Then only versions that its key or one of ``trusted_keys`` has
             signed are taken.
         trusted_keys: Ed25519 public keys, 64 hexadecimal digits each.
@@ -160,18 +167,44 @@ def anchor_stream(
     Returns: What was published, and what it cost.
     Raises:
         EmptyStream: The stream has no version.
+        InputError: ``source`` is a state of another version than the newest.
 
     It also raises what `Subscriber.sync` and `Publisher.publish` raise.
     """
     opened = open_store(store)
     keys = keys_of(signer, trusted_keys)
     both: dict[str, Any] = {"stream": stream, "threads": threads, "on_event": on_event}
-    with (
-        Publisher(opened, signer=signer, trusted_keys=trusted_keys or (), **both) as publisher,
-        Subscriber(opened, trusted_keys=keys, stream_id=stream_id, **both) as reader,
-    ):
-        newest = reader.sync()
-        if newest is None:
+    reading = both | {"trusted_keys": keys}
+    with Publisher(opened, signer=signer, trusted_keys=trusted_keys or (), **both) as publisher:
+        if stream_id:
+            publisher.stream_id = stream_id
+        head = publisher.head()
+        if head is None:
             raise EmptyStream(f"stream {stream!r} has no versions")
-        publisher.stream_id = reader.stream_id
-        return publisher.publish(reader.state, metadata=newest.metadata, anchor=True)
+        publisher.stream_id = head.stream_id
+        if isinstance(source, State):
+            where = Stream(opened, stream, trusted_by(keys), stream_id=head.stream_id)
+            state, _, found = version_of(where, source, threads)
+            if found.version != head.version:
+                raise InputError(
+                    f"this is the state of version {found.version}, the newest is {head.version}",
+                    hint="To go back, publish it as the next version: `pulse publish --anchor`.",
+                )
+            state = state.with_aliases(head.aliases)
+            return publisher.publish(state, metadata=head.metadata, anchor=True, after=head.version)
+        source = opened if source is None else open_store(source)
+        with Subscriber(source, stream_id=head.stream_id, **reading) as reader:
+            reason = ""
+            try:
+                reader.sync(head.version)
+            except ChainGap as error:
+                if reader.version is None:
+                    raise
+                reason = (
+                    f"version {head.version} cannot be restored, so these are the weights of "
+                    f"version {reader.version}: {error}"
+                )
+            done = publisher.publish(
+                reader.state, metadata=reader.manifest.metadata, anchor=True, after=head.version
+            )
+            return replace(done, reason=reason) if reason else done

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._util.serial import shield
 from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound
 from ..events import CallFailed, Hint, Listener, hint_to, kind_of
-from ..store import Store, open_store
+from ..store import LocalStore, Store, open_store
 from ..store.base import UNREADABLE, ObjectInfo
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import (
@@ -38,7 +38,8 @@ class GcPlan:
 
     ``oldest`` is the first version that remains: the anchor from which the ``wanted`` one, the
     oldest that is to be kept, is restored. ``young`` bytes of payloads that nothing names stay for
-    now, since they were written lately.
+    now, since they were written lately. ``unfinished`` bytes of files that a writer left unfinished
+    in a folder were removed, too.
     """
 
     oldest: int
@@ -47,6 +48,7 @@ class GcPlan:
     nbytes: int
     wanted: int
     young: int
+    unfinished: int = 0
 
 
 class _Listing:
@@ -113,8 +115,8 @@ def gc_stream(
         stream: The stream's name.
         keep: How many of the newest versions stay restorable. Manifests that cannot be read do not
             count.
-        grace_seconds: Payloads that no manifest names stay for so long after they were written,
-            since their manifest may be on its way.
+        grace_seconds: Payloads that no manifest names, and unfinished files, stay for so long after
+            they were written, since their manifest may be on its way.
         dry_run: Delete nothing.
         trusted_keys: Ed25519 public keys, 64 hexadecimal digits each: manifests that none of them
             has signed do not count.
@@ -127,7 +129,12 @@ def gc_stream(
     """
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, maximum=_LONGEST_GRACE)
-    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
+    opened = open_store(store)
+    where = Stream(opened, stream, trusted_by(trusted_keys), stream_id=stream_id)
+    # On a full disk these may be the only files that can go; nothing is written.
+    unfinished = 0
+    if isinstance(opened, LocalStore) and not dry_run:
+        unfinished = opened.sweep(grace_seconds)
     with where.limited():
         listing = _Listing(where)
         plan = _planned(where, listing, keep, grace_seconds)
@@ -139,7 +146,7 @@ def gc_stream(
             payload = isinstance(name, PayloadName | DigestsName)
             if not payload or _modified(where.store, doomed) == modified:
                 where.store.delete(doomed)
-    return plan
+    return replace(plan, unfinished=unfinished)
 
 
 def _planned(where: Stream, listing: _Listing, keep: int, grace_seconds: float) -> GcPlan:
@@ -153,7 +160,7 @@ def _planned(where: Stream, listing: _Listing, keep: int, grace_seconds: float) 
     oldest = min(manifest.version for manifest in kept)
     folds = [fold for fold in listing.folds if min(fold.version, fold.base) >= oldest]
     parts = [listing.parts_of(fold) for fold in folds]
-    named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
+    named = {payload.sha256 for manifest in kept for payload in payloads_of(manifest, oldest)}
     named |= {payload.sha256 for of in parts for payload in of or ()}
     roots = {manifest.root for manifest in kept}
     # 2. The time before which what nothing names may go. By the store's clock: one that runs behind
@@ -230,8 +237,9 @@ def _base(manifest: Manifest, listing: _Listing) -> set[int]:
     return {next((base for base in bases if base in listing.commits), bases[0])}
 
 
-def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
-    """What a kept manifest names and can still be used: all but a patch whose base is gone."""
+def payloads_of(manifest: Manifest, oldest: int) -> list[Payload]:
+    """What a manifest names that can be used while ``oldest`` is the first version: all but a patch
+    whose base is gone."""
     anchor = list(manifest.anchor.shards) if manifest.anchor else []
     patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
     return anchor + patch + [file.payload for file in manifest.files]

@@ -360,37 +360,9 @@ class Relay:
     # -- payloads
 
     def _copy_payload(self, payload: Payload, kind: str) -> bool:
-        """Copies a payload unless it is in the target, whole; returns whether nothing was there of
-        its name. Raises NotFound and DigestMismatch; a damaged reply is asked for once more."""
-        name = self.source.names.payload(payload.sha256, kind)
-        if whole := _holds_whole(self._target.store, name, payload, self._threads):
-            return False
-        for again in reversed(range(_TRIES)):
-            try:
-                # The length first: a stranger's object of that name could be of any.
-                if self.source.store.head(name).nbytes != payload.bytes:
-                    raise DigestMismatch(
-                        f"{name} does not have the {payload.bytes} bytes that it should have"
-                    )
-                self._target.put_payload(payload, kind, self._fetched(name, payload))
-                break
-            except DigestMismatch:
-                if not again:
-                    raise
-        return whole is None
-
-    def _fetched(self, name: str, payload: Payload) -> Iterator[bytes]:
-        """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store
-        keeps wrong ones."""
-        running = sha256()
-        for chunk in _chunks_of(self.source.store, name, payload.bytes, self._threads):
-            self._nbytes += len(chunk)
-            running.update(chunk)
-            yield chunk
-        if running.hexdigest() != payload.sha256:
-            raise DigestMismatch(
-                f"{name} does not hold the {payload.bytes} bytes that its name promises"
-            )
+        new, nbytes = copy_payload(self.source, self._target, payload, kind, self._threads)
+        self._nbytes += nbytes
+        return new
 
     def _copy_files(self, manifest: Manifest) -> None:
         """Copies the files of a version that those of the version before are not. One that is lost
@@ -519,6 +491,60 @@ class Relay:
         fell_back(self._listener, self.source.name, str(link), error)
 
 
+def copy_payload(
+    source: Stream, target: Stream, payload: Payload, kind: str, threads: int | None
+) -> tuple[bool, int]:
+    """Copies a payload unless it is in the target, whole; returns whether nothing was there of its
+    name, and the bytes that were read. Raises NotFound and DigestMismatch; a damaged reply is asked
+    for once more."""
+    name = source.names.payload(payload.sha256, kind)
+    if whole := holds_whole(target, payload, kind, threads):
+        return False, 0
+    nbytes = 0
+
+    def fetched() -> Iterator[bytes]:
+        # An error takes the place of the end of wrong bytes, so that no store keeps them.
+        nonlocal nbytes
+        running = sha256()
+        for chunk in _chunks_of(source.store, name, payload.bytes, threads):
+            nbytes += len(chunk)
+            running.update(chunk)
+            yield chunk
+        if running.hexdigest() != payload.sha256:
+            raise DigestMismatch(
+                f"{name} does not hold the {payload.bytes} bytes that its name promises"
+            )
+
+    for again in reversed(range(_TRIES)):
+        try:
+            # The length first: a stranger's object of that name could be of any.
+            if source.store.head(name).nbytes != payload.bytes:
+                raise DigestMismatch(
+                    f"{name} does not have the {payload.bytes} bytes that it should have"
+                )
+            target.put_payload(payload, kind, fetched())
+            break
+        except DigestMismatch:
+            if not again:
+                raise
+    return whole is None, nbytes
+
+
+def holds_whole(stream: Stream, payload: Payload, kind: str, threads: int | None) -> bool | None:
+    """Whether the payload is in the store, whole: not so what a killed relay left, or somebody
+    else's junk. None where nothing is."""
+    name = stream.names.payload(payload.sha256, kind)
+    try:
+        if stream.store.head(name).nbytes != payload.bytes:
+            return False
+        running = sha256()
+        for chunk in _chunks_of(stream.store, name, payload.bytes, threads):
+            running.update(chunk)
+    except NotFound:
+        return None
+    return running.hexdigest() == payload.sha256
+
+
 def _chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
     """The first ``nbytes`` of an object in order, read in several requests at a time, of at most 8
     MiB each."""
@@ -527,17 +553,3 @@ def _chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Ite
         ordered_map(lambda at: store.get(name, at, min(at + _CHUNK_BYTES, nbytes)), starts, threads)
     ) as chunks:
         yield from chunks
-
-
-def _holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool | None:
-    """Whether the payload is in the store, whole: not so what a killed relay left, or somebody
-    else's junk. None where nothing is."""
-    try:
-        if store.head(name).nbytes != payload.bytes:
-            return False
-        running = sha256()
-        for chunk in _chunks_of(store, name, payload.bytes, threads):
-            running.update(chunk)
-    except NotFound:
-        return None
-    return running.hexdigest() == payload.sha256

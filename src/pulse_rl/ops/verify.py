@@ -27,13 +27,15 @@ from .checkout import origin_of
 @dataclass(frozen=True, slots=True)
 class VersionReport:
     """The result for ``version``. ``links`` were followed and led to its ``root`` (None if its
-    manifest is unreadable); ``problems`` lists what failed.
+    manifest is unreadable); ``problems`` lists what failed. ``depends_on`` is the
+    damaged version without which some of the links cannot be tried, where these are whole.
     """
 
     version: int
     root: str | None
     links: tuple[str, ...]
     problems: tuple[str, ...]
+    depends_on: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -90,6 +92,8 @@ def _verify(
         folds = [link for link in where.links() if link.base in listed]
     chain = HostState(threads=threads, listener=on_event)
     checked: dict[str, str] = {}
+    # The versions that no link reaches, with the damaged version that each of them depends on.
+    cut_off: dict[int, int] = {}
 
     def report(version: int) -> VersionReport:
         nonlocal chain
@@ -98,6 +102,7 @@ def _verify(
         except StoreUnavailable:
             raise
         except PulseError as error:
+            cut_off[version] = version
             return VersionReport(version, None, (), (str(error),))
         good: list[str] = []
         problems = [*_check_files(where, manifest, checked), *_check_origin(where, manifest)]
@@ -110,19 +115,26 @@ def _verify(
         else:
             problems += _check_folds(where, folded)
         failed: dict[Link, str] = {}
+        waiting: dict[Link, int] = {}
         for link in named:
             # The state that goes from version to version, where it is at the link's base.
             host = chain
             if link.base is None or link.base != chain.version:
                 host = HostState(threads=threads, listener=on_event)
             try:
+                if link.base in cut_off:
+                    # The patch cannot be applied. Whether it is whole is seen all the same.
+                    for part in where.resolved(link).payloads or ():
+                        where.fetch(part, PATCH)
+                    waiting[link] = cut_off[link.base]
+                    continue
                 if link.base is not None:
                     catch_up(host, where, link.base)
                 follow_link(host, where, link)
             except StoreUnavailable:
                 raise
             except PulseError as error:
-                failed[link] = f"{link}: {error}"
+                failed[link] = f"{link} is damaged: {error}"
             else:
                 good.append(str(link))
                 chain = host if chain.version != version else chain
@@ -132,7 +144,23 @@ def _verify(
         problems += _check_folds(where, excused)
         if not good and not named:
             problems.append("no link leads to it")
-        return VersionReport(version, manifest.root, tuple(good), tuple(problems))
+        if not good and folded:
+            # A fold may pass over what is damaged.
+            host = HostState(threads=threads, listener=on_event)
+            with suppress(ChainGap, *UNREADABLE):
+                catch_up(host, where, version)
+                good, chain = [str(link) for link in host.followed[-1:]], host
+        depends_on = max(waiting.values(), default=None)
+        if good:
+            cut_off.pop(version, None)
+        else:
+            cut_off[version] = version if depends_on is None else depends_on
+        if problems:
+            depends_on = None  # it has damage of its own
+        problems += [
+            f"{link} depends on version {of}, which is damaged" for link, of in waiting.items()
+        ]
+        return VersionReport(version, manifest.root, tuple(good), tuple(problems), depends_on)
 
     for version in versions:
         with where.limited():

@@ -227,11 +227,26 @@ class LocalStore:
                     hint="Put the folder itself in the place of the link.",
                 )
 
-    def _sweep(self) -> None:
-        """Remove files that writers left unfinished a day ago, once per process.
+    def sweep(self, older_than: float) -> int:
+        """Remove the unfinished files of this class that are ``older_than`` some seconds, and
+        return their bytes in total. It never follows a link."""
+        removed = 0
+        with suppress(OSError), os.scandir(self._aside) as entries:
+            for entry in entries:
+                with suppress(OSError):  # another process removed or finished the file
+                    info = entry.stat(follow_symlinks=False)
+                    abandoned = time.time() - info.st_mtime >= older_than
+                    if (
+                        abandoned
+                        and stat.S_ISREG(info.st_mode)
+                        and _UNFINISHED.fullmatch(entry.name)
+                    ):
+                        os.unlink(entry.path)
+                        removed += info.st_size
+        return removed
 
-        It removes only its own files, and never follows a link.
-        """
+    def _sweep(self) -> None:
+        """Remove files that writers left unfinished a day ago, once per process."""
         if self._swept:
             return
         self._swept = True
@@ -240,14 +255,4 @@ class LocalStore:
                 f"{self._aside} is a link",
                 hint="Remove it: unfinished files must stay in the store.",
             )
-        with suppress(OSError), os.scandir(self._aside) as entries:
-            for entry in entries:
-                with suppress(OSError):  # another process removed or finished the file
-                    info = entry.stat(follow_symlinks=False)
-                    abandoned = time.time() - info.st_mtime > _ABANDONED_SECONDS
-                    if (
-                        abandoned
-                        and stat.S_ISREG(info.st_mode)
-                        and _UNFINISHED.fullmatch(entry.name)
-                    ):
-                        os.unlink(entry.path)
+        self.sweep(_ABANDONED_SECONDS)

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._util.serial import shield
 from .._util.threads import default_threads, ordered_map
-from ..errors import ChainGap, InputError, PublisherConflict, StoreError
+from ..errors import ChainGap, InputError, PublisherConflict, StoreError, StoreFull
 from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
 from ..history import RankReport
 from ..patch.blocks import runs_of
@@ -36,6 +36,14 @@ from .pending import PublishState
 _LATEST_COMMIT_SECONDS = 600.0
 # Shards that are stored in parallel: one is uploaded while the other is hashed.
 _AT_ONCE = 2
+# With `keep`, an anchor is stored every `keep` versions, at least this many, so that older ones can
+# go. It costs the upload of a state, so it waits until the patches since the last anchor add up to
+# an eighth of one; a state of this size in bytes at most is always worth it.
+_KEPT_LEAST = 4
+_KEPT_SHARE = 1 / 8
+_CHEAP_ANCHOR = 64 << 20
+# Versions until an anchor that found no room in the store is tried again.
+_NO_ROOM_PAUSE = 16
 
 
 class Content(NamedTuple):
@@ -84,19 +92,29 @@ class Committer:
     ``epoch`` is 0 until the stream is claimed. ``head`` is the newest version known to be
     committed, and ``next`` the number after it. ``publisher`` is a random word that distinguishes
     this publisher's manifests from another's. Once another publisher has claimed the stream, every
-    call raises PublisherConflict. ``together``: other ranks store payloads too.
+    call raises PublisherConflict. ``anchor_due``: new workers cannot reach the next version
+    without an anchor. ``keep`` is how many versions stay. ``together``: other ranks store payloads
+    too.
     """
 
     def __init__(
-        self, stream: Stream, signer: Signer | None, anchor_ratio: float, *, together: bool
+        self,
+        stream: Stream,
+        signer: Signer | None,
+        anchor_ratio: float,
+        keep: int | None,
+        *,
+        together: bool,
     ) -> None:
         self.publisher = secrets.token_hex(8)
         self.epoch = 0
         self.head: Manifest | None = None
         self.next = 0
+        self.anchor_due = False
         self._stream = stream
         self._signer = signer
         self._anchor_ratio = anchor_ratio
+        self._keep = keep
         self._minted = secrets.token_hex(16)
         self._claimed_as = ""
         self._given_id: str | None = None
@@ -104,8 +122,9 @@ class Committer:
         # A version whose commit is not confirmed, with the time (Unix seconds) at which its
         # payloads were stored.
         self._pending: tuple[Manifest, float] | None = None
-        self._since_anchor = 0
-        self._anchor_due = False
+        self._since_anchor = 0  # bytes of patches
+        self._last_anchor = 0  # a version
+        self._no_room_until = 0
         self._together = self._looks_for_payloads = together
         self._files = FileStore(stream)
 
@@ -165,20 +184,35 @@ class Committer:
             return HeadState()
         # 3. Decide whether the next version needs an anchor for new workers.
         try:
-            self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
+            self._since_anchor, self._last_anchor = since_anchor(
+                self._stream, head.version, self._anchor_ratio
+            )
         except (ChainGap, *UNREADABLE):  # the patches since the last anchor are broken
-            self._anchor_due = True
+            self.anchor_due = True
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
-            self._anchor_due = True  # for workers that trust the new key only
+            self.anchor_due = True  # for workers that trust the new key only
         return HeadState(
             version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values())))
         )
 
-    def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
-        """Whether a version with a patch of ``patch_bytes`` needs an anchor as well."""
-        return (
-            self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
-        )
+    def wants_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
+        """Whether a version with a patch of ``patch_bytes`` should have an anchor as well.
+
+        It should if the patches since the last anchor became too long a way for new workers, or if
+        versions that need not stay can be deleted only above a newer anchor.
+        """
+        if self.next < self._no_room_until:
+            return False
+        since = self._since_anchor + patch_bytes
+        if since > self._anchor_ratio * state_bytes:
+            return True
+        if self._keep is None or self.next - self._last_anchor < max(self._keep, _KEPT_LEAST):
+            return False
+        return state_bytes <= _CHEAP_ANCHOR or since >= _KEPT_SHARE * state_bytes
+
+    def found_no_room(self) -> None:
+        """Try no anchor for some versions: the store had no room for one."""
+        self._no_room_until = self.next + max(self._keep or 0, _NO_ROOM_PAUSE)
 
     def store_files(
         self, files: Mapping[str, bytes] | None
@@ -240,7 +274,8 @@ class Committer:
             if not committed:
                 return None
             if manifest.anchor:
-                self._since_anchor, self._anchor_due = 0, False
+                self._since_anchor, self.anchor_due = 0, False
+                self._last_anchor = manifest.version
             else:
                 self._since_anchor += manifests.patch_bytes(manifest)
             return manifest
@@ -405,8 +440,8 @@ class FileStore:
         self._seen.clear()
 
 
-def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
-    """Bytes of the patches that a new worker applies from the last anchor to ``version``.
+def since_anchor(stream: Stream, version: int, anchor_ratio: float) -> tuple[int, int]:
+    """(bytes of the patches from the last anchor to ``version``, that anchor's version).
 
     The count stops above ``anchor_ratio`` times the state's bytes: then an anchor is due anyway.
     """
@@ -415,7 +450,7 @@ def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int
     while True:
         manifest = stream.manifest(version)
         if manifest.anchor or not manifest.patch or total > anchor_ratio * manifest.dense_bytes:
-            return total
+            return total, version
         total += manifests.patch_bytes(manifest)
         version = manifest.patch.base
 
@@ -452,24 +487,27 @@ def published_as(
 class Stored(NamedTuple):
     """The payloads that one rank has stored, and its report on the history.
 
-    ``parts`` has its file of the patch, ``shards`` those of an anchor.
+    ``parts`` has its file of the patch, ``shards`` those of an anchor; None if there was no room
+    for an anchor.
     """
 
     parts: list[Payload]
-    shards: list[Payload]
+    shards: list[Payload] | None
     changed: int
     note: RankReport
 
     def to_message(self) -> bytes:
-        payloads = [[[p.sha256, p.bytes] for p in some] for some in (self.parts, self.shards)]
+        payloads = [
+            None if some is None else [[p.sha256, p.bytes] for p in some]
+            for some in (self.parts, self.shards)
+        ]
         return json.dumps([*payloads, self.changed, self.note]).encode()
 
     @classmethod
     def from_message(cls, message: bytes) -> Stored:
         parts, shards, changed, note = json.loads(message)
-        return cls(
-            [Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, RankReport(*note)
-        )
+        found = None if shards is None else [Payload(*p) for p in shards]
+        return cls([Payload(*p) for p in parts], found, changed, RankReport(*note))
 
 
 def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
@@ -511,20 +549,31 @@ def store_anchor(
 
     # The chunks are computed twice, once to hash and once to upload: they are views of the state,
     # and a copy would need the memory of a shard.
+    new: list[Payload] = []
+
     def put(number: int) -> tuple[int, Payload]:
         shard = _Shard(draft, groups[number])
         payload = _hashed(shard)
+        if not stream.has_payload(payload, SHARD):
+            new.append(payload)
         stream.put_payload(payload, SHARD, shard)
         return number, payload
 
     payloads: dict[int, Payload] = {}
-    with closing(
-        ordered_map(put, complete(), min(_AT_ONCE, threads or default_threads()))
-    ) as stored:
-        for number, payload in stored:
-            payloads[number] = payload
-            if progress:
-                progress(sum(segment.nbytes for segment in groups[number]))
+    try:
+        with closing(
+            ordered_map(put, complete(), min(_AT_ONCE, threads or default_threads()))
+        ) as stored:
+            for number, payload in stored:
+                payloads[number] = payload
+                if progress:
+                    progress(sum(segment.nbytes for segment in groups[number]))
+    except StoreFull:
+        # No version names these shards, and patches may still fit.
+        with suppress(StoreError):
+            for payload in new:
+                stream.store.delete(stream.names.payload(payload.sha256, SHARD))
+        raise
     return [payloads[number] for number in range(len(groups))]
 
 
@@ -536,7 +585,8 @@ def uploaded(
     ``base`` is (version, root) of the patch's base; None without a patch.
     """
     parts = tuple(payload for of in stored for payload in of.parts)
-    shards = tuple(payload for of in stored for payload in of.shards)
+    lacks = any(of.shards is None for of in stored)
+    shards = () if lacks else tuple(payload for of in stored for payload in of.shards or ())
     changed = sum(of.changed for of in stored)
     patch = PatchRef(base[0], base[1], changed, parts) if base else None
     return patch, AnchorRef(shards) if shards else None

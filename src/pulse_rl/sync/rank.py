@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from .._util.collective import RankGroup
 from .._util.serial import shield
-from ..errors import ChainGap, DigestMismatch, NotFound, PublisherConflict
+from ..errors import ChainGap, DigestMismatch, NotFound, PublisherConflict, StoreFull
 from ..events import (
     BaselineRestored,
+    CallFailed,
     Event,
     FallbackUsed,
     Metadata,
@@ -76,6 +77,10 @@ _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
 
 
+# Why a version gets an anchor. Without one that is wanted, new workers replay more patches.
+REQUIRED, WANTED = "required", "wanted"
+
+
 class Recovery(StrEnum):
     """How a publisher that starts made the head its baseline; ANCHORED: it did not."""
 
@@ -111,7 +116,11 @@ class RankPublisher:
         self._listener = self._shown_to = settings.on_event
         self._folder = folder
         self._committer = Committer(
-            stream, settings.signer, settings.anchor_ratio, together=self.together
+            stream,
+            settings.signer,
+            settings.anchor_ratio,
+            settings.keep,
+            together=self.together,
         )
         self._baseline: Baseline | None = None
         self._pending: PublishState | None = None
@@ -213,29 +222,31 @@ class RankPublisher:
             state = self._build(local, found, timer, stored=True)
         # 4. Decide, on rank 0: files, anchor and number of the version.
         layout, base, made = state.layout, state.base, state
-        files, with_anchor, next_version = ranks.from_first(
+        files, anchor, next_version = ranks.from_first(
             lambda: self._decide(request, made), _decided_to_message, json.loads
         )
         # 5. Upload: each rank stores its own parts. Nothing refers to them yet, so a rank that is
         # lost here leaves no version.
         stored = ranks.each(
-            lambda: self._store(made, with_anchor, next_version),
+            lambda: self._store(made, anchor, next_version),
             Stored.to_message,
             Stored.from_message,
         )
-        if base is not None and not with_anchor:
+        if base is not None and not anchor:
             self.history.agree(state, [of.note for of in stored])
         timer.end("upload")
         # 6. Commit: the manifest makes the version. If the reply is lost, `_pending` stays until
         # the next publish settles it (step 1).
-        patch, anchor = uploaded(stored, (base.version, base.root) if base else None)
+        patch, shards = uploaded(stored, (base.version, base.root) if base else None)
+        if anchor and shards is None:
+            committer.found_no_room()
         content = Content(
             root=state.root,
             elements=layout.elements,
             nbytes=layout.nbytes,
             aliases=layout.aliases,
             patch=patch,
-            anchor=anchor,
+            anchor=shards,
             remembers=len(state.history.windows),
             files=files,
         )
@@ -478,36 +489,49 @@ class RankPublisher:
 
     def _decide(
         self, request: PublishRequest, state: PublishState
-    ) -> tuple[tuple[FileRef, ...], bool, int]:
-        """Decide on rank 0: (files of the next version, stored; whether it gets an anchor; its
-        number)."""
+    ) -> tuple[tuple[FileRef, ...], str, int]:
+        """Decide on rank 0: (files of the next version, stored; `REQUIRED`, `WANTED` or no anchor;
+        its number)."""
         files, lost = self._committer.store_files(request.files)
         for ref in lost:
             reason = "the store no longer holds it, and no version names it from now on"
             self._events.append(
                 FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind)
             )
-        due = self._committer.needs_anchor(state.patch_bytes, state.layout.nbytes)
-        with_anchor = state.base is None or request.anchor or due
+        anchor = ""
+        if state.base is None or request.anchor or self._committer.anchor_due:
+            anchor = REQUIRED
+        elif self._committer.wants_anchor(state.patch_bytes, state.layout.nbytes):
+            anchor = WANTED
         # Before the manifest: workers that select tensors read the digests as soon as they see it.
         if state.tree:
-            self._stream.put_digests(state.tree, leaves=with_anchor)
-        return files, with_anchor, self._committer.next
+            self._stream.put_digests(state.tree, leaves=bool(anchor))
+        return files, anchor, self._committer.next
 
-    def _store(self, state: PublishState, with_anchor: bool, version: int) -> Stored:
+    def _store(self, state: PublishState, anchor: str, version: int) -> Stored:
         """Store this rank's parts of the version with this number."""
-        parts, shards, note = [], [], RankReport()
+        parts: list[Payload] = []
+        shards: list[Payload] | None = []
+        note = RankReport()
         if state.layout.has_file(self._ranks.rank):
             if state.base:
                 parts.append(store_patch(self._stream, state.file()))
-            if with_anchor and state.shards is None:
-                state.shards = self._store_anchor(state, [state.segments])
-            shards = state.shards or []
-        if state.base is not None and not with_anchor:
+            if anchor and state.shards is None:
+                try:
+                    state.shards = self._store_anchor(state, [state.segments])
+                except StoreFull as error:
+                    # The patch leads to the version: training need not stop for an anchor.
+                    if anchor == REQUIRED:
+                        raise
+                    name = self._stream.name
+                    self._events.append(CallFailed(name, "anchor", error.kind, str(error)))
+                    _log.warning("stream %s: no room for an anchor: %s", name, error)
+            shards = state.shards
+        if state.base is not None and not anchor:
             note = self.history.note(
                 state, state.base, version, state.patch_bytes, threads=self._threads
             )
-        return Stored(parts, shards if with_anchor else [], state.changed, note)
+        return Stored(parts, shards if anchor else [], state.changed, note)
 
     def _store_anchor(
         self, state: PublishState, filled: Iterable[Sequence[Segment]]
@@ -593,7 +617,7 @@ def _to_message(manifest: Manifest | None) -> bytes:
     return manifest.to_bytes() if manifest else b""
 
 
-def _decided_to_message(decided: tuple[tuple[FileRef, ...], bool, int]) -> bytes:
+def _decided_to_message(decided: tuple[tuple[FileRef, ...], str, int]) -> bytes:
     """The decision without the files, which only rank 0 needs."""
     return json.dumps([[], *decided[1:]]).encode()
 
