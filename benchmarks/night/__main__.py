@@ -181,6 +181,8 @@ def main(given: list[str] | None = None) -> int:
     default = Path(__file__).parents[1] / "results" / "night.jsonl"
     parser.add_argument("--json", type=Path, default=default, help="append each incident here")
     args = parser.parse_args(given)
+    # A night in the background ends by SIGTERM, with its table; shells ignore SIGINT there.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pulse-night-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

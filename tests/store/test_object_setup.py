@@ -316,6 +316,13 @@ def test_an_outage_is_ridden_out_and_logged_once(
     assert caplog.text.count("works again") == 1
 
 
+def test_a_store_that_is_back_is_asked_again_within_four_seconds() -> None:
+    """obstore's own longest wait between two tries is 15 s."""
+    store: Any = open_store("s3://bucket/run", **KEYS)
+    config = store._lasting.retry_config
+    assert config["backoff"]["max_backoff"] <= timedelta(seconds=4)
+
+
 def test_a_stream_that_can_be_read_again_is_sent_again(proxy: Proxy) -> None:
     """As the shards of an anchor are: here of 9 MB, in parts."""
     options: Any = {"endpoint": proxy.endpoint, "retry_timeout": 60, **KEYS}

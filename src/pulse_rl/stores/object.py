@@ -38,7 +38,17 @@ T = TypeVar("T")
 _PAGE = 1000
 # Of obstore, within one of our own tries. Until a store has answered once it is more likely to be
 # misconfigured than busy.
-_LIMITS: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
+# Its own longest wait is 15 s: a store that is back would be noticed as late.
+_BACKOFF = {
+    "init_backoff": timedelta(seconds=0.1),
+    "max_backoff": timedelta(seconds=4),
+    "base": 2,
+}
+_LIMITS: dict[str, Any] = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": _BACKOFF,
+}
 _FIRST_LIMITS: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=4)}
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
 # The process that made the first request. obstore's threads, which all stores share, are not in its
