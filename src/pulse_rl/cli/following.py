@@ -4,6 +4,7 @@ one; relay. And replay, which moves a live engine, too."""
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from ..errors import (
     InputError,
     PublisherConflict,
     PulseError,
+    StoreUnavailable,
     UnsupportedTensor,
 )
 from ..follow.checkpoint import FILE_NAME, current_version, load
@@ -62,6 +64,8 @@ from .streams import (
 )
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 60.0
+# A store that is away costs nobody anything, and when it is back workers are to go on soon.
+_MAX_AWAY = 4.0
 _LOOK_SECONDS = 30.0
 _MAX_DIGITS = 16
 
@@ -312,7 +316,10 @@ def keep_on(
             console.note(f"{error} ({error.hint}); retrying")
             # What is missing or damaged is fetched again at each try.
             if not isinstance(error, EmptyStream):
-                time.sleep(backoff.wait())
+                away = isinstance(error, StoreUnavailable)
+                time.sleep(
+                    min(backoff.wait(), jittered(max(_MAX_AWAY, args.poll)) if away else math.inf)
+                )
                 continue
         if args.once:
             return
