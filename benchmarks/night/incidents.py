@@ -76,6 +76,10 @@ def resets(world: World, chance: Chance) -> str:
 
 def expired_keys(world: World, chance: Chance) -> str:
     code = chance.rng.choice(["ExpiredToken", "InvalidAccessKeyId"])
+    if chance.rng.random() < 0.5:
+        world.proxy.refusal = code
+        world.renew_keys()
+        return f"{code}, renewed before"
     world.expire_keys(code)
     said = chance.sleep()
     world.renew_keys()

@@ -264,6 +264,28 @@ def test_a_profile_with_a_process_is_asked_through_boto3(
     assert store.get("a") == b"x"
 
 
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"])
+def test_keys_that_were_replaced_in_the_profile_are_found(
+    no_settings: Path, proxy: Proxy, code: str
+) -> None:
+    """Rotation writes new keys and then deletes the old ones; it ended the processes that had
+    these."""
+
+    def write(key: str) -> None:
+        lines = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n"
+        (no_settings / "credentials").write_text(lines)
+
+    write("old")
+    store = open_store(f"s3://bucket/keys?endpoint={proxy.endpoint}&region=us-east-1")
+    store.put("a", b"x")
+    proxy.add(Rule("answer", times=1, code=code))
+    with pytest.raises(StoreError, match=r"key|expired|valid"):
+        store.get("a")
+    write("new")
+    proxy.add(Rule("answer", times=1, code=code))
+    assert store.get("a") == b"x"
+
+
 def test_a_long_way_is_taken_by_few_requests_and_many_connections(proxy: Proxy) -> None:
     """docs/evidence.md: a small object is stored at once, a long range is read in pieces, side by
     side."""

@@ -4,7 +4,6 @@ one; relay. And replay, which moves a live engine, too."""
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -316,10 +315,10 @@ def keep_on(
             console.note(f"{error} ({error.hint}); retrying")
             # What is missing or damaged is fetched again at each try.
             if not isinstance(error, EmptyStream):
-                away = isinstance(error, StoreUnavailable)
-                time.sleep(
-                    min(backoff.wait(), jittered(max(_MAX_AWAY, args.poll)) if away else math.inf)
-                )
+                wait = backoff.wait()
+                if isinstance(error, StoreUnavailable):
+                    wait = min(wait, jittered(max(_MAX_AWAY, args.poll)))
+                time.sleep(wait)
                 continue
         if args.once:
             return

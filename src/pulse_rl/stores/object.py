@@ -32,7 +32,7 @@ from ..store.base import (
     check_name,
     check_range,
 )
-from .object_errors import Place, explained, is_expired
+from .object_errors import Place, explained, needs_new_keys
 
 T = TypeVar("T")
 _PAGE = 1000
@@ -283,7 +283,7 @@ class ObjectStore:
         try:
             return tried() if once else self._patience(tried)
         except StoreError as error:
-            if once or not isinstance(error.__cause__, ob.BaseError) or not is_expired(error):
+            if once or not isinstance(error.__cause__, ob.BaseError) or not needs_new_keys(error):
                 raise
             if not self._open():
                 raise
