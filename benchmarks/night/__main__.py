@@ -188,14 +188,15 @@ def main(given: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         caches = random.Random(args.seed).random() < 0.5
         began = time.monotonic()
-        with World(folder, args.seed, args.keep_versions, caches) as world:
+        disks = not args.kinds or "full disk" in args.kinds
+        with World(folder, args.seed, args.keep_versions, caches, disks) as world:
             night = Night(args, world)
             try:
                 rows = night.run()
             except KeyboardInterrupt:
                 rows = night.rows
             misnumbered, versions = world.misnumbered(), len(world.published)
-            disks, clocks = bool(world.mounts), bool(world.preload)
+            disks, clocks = bool(world.mounts), world.preload is not None
     print(
         f"\nseed {args.seed}, scale {args.scale:g}, {len(rows)} incidents in "
         f"{(time.monotonic() - began) / 60:.0f} minutes, {versions} versions; caches "
