@@ -28,6 +28,7 @@ __all__ = [
     "Progress",
     "Published",
     "Relayed",
+    "Served",
     "Synced",
 ]
 
@@ -191,7 +192,7 @@ class Synced(OneLine):
         fetched_bytes: Bytes of the objects that were fetched.
         seconds: Wall-clock seconds of the call.
         lag_seconds: Age of the version: from its commit by the publisher's clock to now by this
-            machine's clock.
+            machine's clock. NaN: not known, where the processes of an engine have synced.
         phases: Wall-clock seconds by phase. "plan" finds new versions and a path to them. "fetch"
             waits for patches; a fetch during an apply does not count. "apply" decodes, scatters and
             hashes. "restore" fetches and verifies an anchor.
@@ -239,8 +240,9 @@ class CallFailed(OneLine):
 
     Args:
         stream: The stream's name.
-        call: "publish", "sync", "relay", "fold", "anchor" for one that found no room in the store,
-            or "gc" for the deletion of old versions.
+        call: "publish", "sync", "relay", "fold", "gc" for the deletion of old versions, "anchor"
+            for one that found no room in the store, or "heartbeat" for a relay that cannot forward
+            its workers' heartbeats.
         kind: The stable name of the error (`pulse_rl.errors`).
         reason: The message of the error.
     """
@@ -316,6 +318,8 @@ class Relayed(OneLine):
         links: The links that were copied, in order.
         nbytes: Bytes of the payloads that were fetched from the source.
         seconds: Wall-clock seconds of the call.
+        lag_seconds: Age of the version: from its commit by the publisher's clock to now by this
+            machine's clock.
     """
 
     stream: str
@@ -324,6 +328,24 @@ class Relayed(OneLine):
     links: tuple[str, ...]
     nbytes: int
     seconds: float
+    lag_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Served(OneLine):
+    """Report an answer of an HTTP server (`pulse serve`).
+
+    Args:
+        method: The request's method, such as "GET".
+        name: The path that was asked for, at most 512 characters.
+        status: The status of the answer.
+        nbytes: Bytes that the answer announces.
+    """
+
+    method: str
+    name: str
+    status: int
+    nbytes: int
 
 
 #: Everything that a listener can receive.
@@ -337,6 +359,7 @@ Event = (
     | Hint
     | Folded
     | Relayed
+    | Served
 )
 
 #: A callback for events.

@@ -12,7 +12,7 @@ import pytest
 
 from pulse_rl import LocalStore, Publisher, errors
 from pulse_rl.errors import PulseError
-from tests.support.commands import Pulse, at_waits
+from tests.support.commands import Pulse, at_waits, without_time
 from tests.support.states import Rng, history, roots
 
 
@@ -30,7 +30,7 @@ class Follow:
         reached."""
         self.waits = at_waits(self._patch, *steps)
         found = [json.loads(line)["root"] for line in self._run(status=130)]
-        self.notes = self._pulse.err.splitlines()
+        self.notes = [without_time(line) for line in self._pulse.err.splitlines()]
         assert self.notes.pop() == "pulse: interrupted"
         return found
 

@@ -126,9 +126,9 @@ def test_a_worker_that_may_not_write_goes_on(rng: Rng, caplog: pytest.LogCapture
     store = FaultyStore(MemoryStore())
     Publisher(store, stream="s").publish({"w": weights(rng, 5)})
     heartbeat = Heartbeat(store, "w")
-    for _ in range(2):
+    for version in range(2):
         store.fail_on("put", "workers")
-        heartbeat.beat("s", 0)
+        heartbeat.beat("s", version)
         assert store.fired
     assert [record.name for record in caplog.records] == ["pulse_rl"]
     worker = Subscriber(store, stream="s", on_event=heartbeat)

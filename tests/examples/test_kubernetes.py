@@ -61,22 +61,31 @@ def test_every_name_in_a_pod_leads_somewhere(kind: str) -> None:
         assert {"configMapRef": {"name": BY_KIND["ConfigMap"]["metadata"]["name"]}} in found[
             "envFrom"
         ]
-        assert (
-            set(re.findall(r"\$\((\w+)\)", " ".join(found["command"] + found["args"])))
-            <= settings.keys()
-        )
+        own = {each["name"] for each in found.get("env", [])}
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(found["command"] + found["args"])))
+        assert used <= settings.keys() | own
 
 
 def test_the_sidecars_command_is_one_that_pulse_takes() -> None:
     found = container("Deployment", "follow")
     words = found["command"] + found["args"]
-    for name, value in BY_KIND["ConfigMap"]["data"].items():
+    for name, value in {**BY_KIND["ConfigMap"]["data"], "POD_NAME": "rollout-x"}.items():
         words = [word.replace(f"$({name})", value) for word in words]
     assert words.pop(0) == "pulse"
     parsed = make_parser().parse_args(words)
     assert parsed.store == ["s3://bucket/run"]
     assert parsed.stream == "policy"
     assert parsed.engine == "http://localhost:8000"
+    assert (parsed.name, parsed.metrics_bind) == ("rollout-x", "0.0.0.0")
+    ports = {port["name"]: port["containerPort"] for port in found["ports"]}
+    scraped = pods()["Deployment"]["metadata"]["annotations"]["prometheus.io/port"]
+    opened = [each["port"] for rule in BY_KIND["NetworkPolicy"]["spec"]["ingress"]
+              for each in rule["ports"]]  # fmt: skip
+    assert ports["metrics"] == parsed.metrics_port == int(scraped)
+    assert parsed.metrics_port in opened
+    probes = [found[kind]["httpGet"] for kind in ("readinessProbe", "livenessProbe")]
+    assert [probe["path"] for probe in probes] == ["/readyz", "/healthz"]
+    assert {probe["port"] for probe in probes} == {"metrics"}
     engine = container("Deployment", "vllm")
     assert parsed.cache in {
         mount["mountPath"] for mount in engine["volumeMounts"]

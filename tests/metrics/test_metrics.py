@@ -94,8 +94,7 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
         "published", "baseline_restored", "synced", "call_failed", "fallback_used", "hint",
-        "folded",
-        "call_failed",
+        "folded", "call_failed", "relayed", "served",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}
     assert lines[0]["changed"] == 10

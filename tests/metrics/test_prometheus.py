@@ -58,6 +58,13 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
     assert value("versions_behind", **READS) == 3
     assert value("lag_seconds", **READS) == 1.5
     assert value("call_failures_total", kind="chain_gap", **READS) == 1
+    relays = {"stream": "policy", "role": "relay"}
+    assert value("version", **relays) == 3
+    assert value("relayed_bytes_total", **relays) == 60
+    assert value("lag_seconds", **relays) == 2.5
+    serves = {"stream": "", "role": "server"}
+    assert value("served_requests_total", status="200", **serves) == 1
+    assert value("served_bytes_total", **serves) == 70
     assert value("path_failures_total", kind="corrupt_patch", **READS) == 1
     assert value("path_failures_total", kind="not_found", **READS) == 1
     assert value("verification_failures_total", kind="corrupt_patch", **READS) == 1
@@ -104,6 +111,7 @@ def test_dashboard_and_alerts_name_only_what_is_there(
             Subscriber(store, stream="policy", on_event=metrics).sync()
     for event in ONE_OF_EACH:
         metrics(event)
+    metrics.succeeded("policy", "relay", 3)
     labels = {
         sample.name: {*sample.labels, "instance", "job"}
         for f in registry.collect()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import LocalStore, open_store
-from pulse_rl.errors import InputError, NotFound
+from pulse_rl.errors import InputError, NotFound, StoreError
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.stores import names
@@ -265,3 +265,59 @@ def test_an_empty_address_is_not_every_address(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="empty") as caught:
         FolderServer(tmp_path, bind="")
     assert "0.0.0.0" in caught.value.hint
+
+
+def test_heartbeats_are_all_that_it_takes(served: FolderServer, tmp_path: Path) -> None:
+    root, beat = tmp_path / "root", "/s/workers/w-000000000001"
+
+    def change(method: str, path: str, body: bytes = b"") -> int:
+        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status
+
+    assert change("PUT", beat) == 404, "there is no such stream"
+    LocalStore(root).put("s/versions/000000000000.json", b"{}")
+    LocalStore(root).put("in/s/versions/000000000000.json", b"{}")
+    assert change("PUT", beat, b"x" * 4096) == 204
+    assert change("PUT", f"/in{beat}") == 204
+    assert change("PUT", "/s/workers/w-none") == 204
+    assert ask(served, "GET", beat)[:2] == (200, b"x" * 4096)
+    assert change("PUT", beat, b"x" * 4097) == 413
+    for name in ("/a/b", "/s/versions/000000000001.json", "/s/workers/w", "/s/workers/../x-none"):
+        assert change("PUT", name) == change("DELETE", name) == 405
+    assert change("POST", beat) == 405
+    for _ in range(2):
+        assert change("DELETE", beat) == 204
+    assert names(LocalStore(root), "s/workers") == ["s/workers/w-none"]
+    (tmp_path / "elsewhere" / "versions").mkdir(parents=True)
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    assert change("PUT", "/linked/workers/w-none") == 404
+    (root / "s" / "workers" / "w-none").unlink()
+    (root / "s" / "workers").rmdir()
+    (root / "s" / "workers").symlink_to(tmp_path / "elsewhere")
+    assert change("PUT", beat) == 403
+    assert [each.name for each in (tmp_path / "elsewhere").iterdir()] == ["versions"]
+    (root / "s" / "workers").unlink()
+    (root / "s" / "workers").mkdir()
+    for number in range(10_000):
+        (root / "s" / "workers" / f"w{number}-none").touch()
+    assert change("PUT", beat) == 507
+    assert change("PUT", "/s/workers/w9-none") == 204, "one that is there"
+
+
+def test_a_store_for_readers_writes_heartbeats_alone(served: FolderServer, tmp_path: Path) -> None:
+    store, beat = open_store(served.url), "s/workers/w-000000000001"
+    with pytest.raises(NotFound):
+        store.put(beat, b"")
+    LocalStore(tmp_path / "root").put("s/versions/000000000000.json", b"{}")
+    store.put(beat, b"x")
+    assert store.get(beat) == b"x"
+    store.delete(beat)
+    store.delete(beat)
+    assert names(store, "s/workers") == []
+    for write in (lambda: store.put("a/b", b""), lambda: store.delete("a/b")):
+        with pytest.raises(StoreError, match="for readers"):
+            write()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,11 @@ def at_waits(patch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> list[fl
     return waits
 
 
+def without_time(line: str) -> str:
+    """A line of a command that goes on, which begins with the time."""
+    return re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", "", line)
+
+
 class Pulse:
     """Runs commands in this process; ``out`` and ``err`` are what the last one printed."""
 
@@ -51,7 +57,7 @@ class Pulse:
         """One line on stderr with a hint, nothing else; the same as JSON on stdout."""
         self(*args, status=1)
         assert self.out == ""
-        assert self.err.startswith("pulse: ")
+        assert without_time(self.err).startswith("pulse: ")
         assert self.err.count("\n") == 1
         assert match in self.err
         assert self.err.rstrip().endswith(")")

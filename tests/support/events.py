@@ -11,6 +11,8 @@ from pulse_rl.events import (
     Hint,
     Progress,
     Published,
+    Relayed,
+    Served,
     Synced,
 )
 
@@ -26,4 +28,6 @@ ONE_OF_EACH: list[Event] = [
     Hint("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),
     Folded("policy", 0, 8, 100, 400),
     CallFailed("policy", "fold", "store", "the fold 0->8: gone"),
+    Relayed("policy", 3, 1, ("the patch 1->3",), 60, 0.5, 2.5),
+    Served("GET", "policy/versions/", 200, 70),
 ]

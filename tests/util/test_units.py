@@ -24,7 +24,8 @@ READ: dict[Callable[[Any], float], dict[Any, float]] = {
     },
     parse_count: {"7B": 7e9, "0.5B": 5e8, "22.6M": 22.6e6, "3k": 3000, "1234": 1234},
     parse_share: {"0.86%": 0.0086, "0.0086": 0.0086, "100 %": 1.0},
-    parse_seconds: {"50": 50, "50s": 50, "20ms": 0.02, "1.5 min": 90, "2h": 7200, "1d": 86400},
+    parse_seconds: {"50": 50, "50s": 50, "20ms": 0.02, "1.5 min": 90, "5m": 300, "2h": 7200,
+                    "1d": 86400},
 }  # fmt: skip
 REFUSED: dict[Callable[[Any], float], tuple[str, ...]] = {
     parse_bandwidth: (

@@ -20,8 +20,8 @@ from ..errors import InputError
 
 MAX_NUMBER = (1 << 63) - 1
 NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
-_SECONDS = re.compile(NUMBER + r"\s*(ms|s|min|h|d|)", re.ASCII)
-_LENGTHS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = re.compile(NUMBER + r"\s*(ms|s|min|m|h|d|)", re.ASCII)
+_LENGTHS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_TEXT = 40
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
@@ -89,7 +89,7 @@ def checked_path(value: Any) -> Path:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from ``50``, ``50s``, ``20ms``, ``5min``, ``2h`` or ``1d``. Raises InputError."""
+    """Seconds from ``50``, ``50s``, ``5min`` or ``5m``, ``2h``, ``1d``. Raises InputError."""
     match = matched(_SECONDS, text)
     value = float(match[1] + (match[2] or "")) * _LENGTHS[match[3]] if match else math.nan
     if not value < math.inf:

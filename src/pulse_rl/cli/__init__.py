@@ -29,17 +29,20 @@ _SHOWN = ("publish", "follow", "list", "gc", "plan")
 
 def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
+    console = Console(as_json=False)
     try:
         parser = make_parser()
         args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return 0
-        console = Console(args.json)
+        console = Console(args.json, timed=args.timed)
         try:
             with _ended_by_sigterm():
                 status: int = args.run(args, console) or 0
+            console.note_counts()
         except PulseError as error:
+            console.note_counts()
             console.error(error)
             return 1
         except OSError as error:
@@ -59,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"pulse: {error.strerror or error} (Check the output.)", file=sys.stderr)
         return 1
     except _Terminated:
-        print("pulse: terminated", file=sys.stderr)
+        console.say("terminated")
         return 143
     except KeyboardInterrupt:
-        print("pulse: interrupted", file=sys.stderr)
+        console.say("interrupted")
         return 130
     return status
 

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,22 @@ from typing import Any
 from .._util.files import write_atomically
 from .._util.settings import parse_seconds
 from ..errors import InputError, PulseError
-from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress, ProgressBars
+from ..events import (
+    BaselineRestored,
+    CallFailed,
+    Event,
+    FallbackUsed,
+    Hint,
+    Progress,
+    ProgressBars,
+)
 from ..follow.folder import check_file
 from ..quantize.formats import FORMATS
 from ..state.cast import compute_dtype_named
 
 _MAX_SECONDS = 1e9
+# Of one kind of what cannot be used. A stranger's thousand junk objects are not a thousand lines.
+_NOTED_OF_A_KIND, _COUNT_SECONDS = 3, 60.0
 A_CHECKPOINT = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
 READABLE = "a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL"
 
@@ -77,10 +89,11 @@ def add_command(
     name: str,
     run: Callable[[argparse.Namespace, Console], int | None],
     *parents: argparse.ArgumentParser,
+    timed: bool = False,
 ) -> argparse.ArgumentParser:
     """Add the command ``name`` to ``commands``, argparse's sub-parsers. ``run`` returns the exit
     status, None for 0. Its docstring is the help: what it does, and after an empty line an
-    example."""
+    example. ``timed``: what it prints begins with the time."""
     text, _, example = (inspect.getdoc(run) or "").partition("\n\n")
     text = " ".join(text.split()).removesuffix(".")
     command: argparse.ArgumentParser = commands.add_parser(
@@ -89,7 +102,7 @@ def add_command(
         help=text[:1].lower() + text[1:],
         epilog=f"example: {' '.join(example.split())}",
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, timed=timed)
     return command
 
 
@@ -200,25 +213,43 @@ class Console:
     """One command's output. A progress bar shows only on a terminal, and only for work that takes a
     while."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, *, timed: bool = False) -> None:
         self._as_json = as_json
+        self._timed = timed
         self._bars = ProgressBars(disable=None)
         self._noted: set[str] = set()
         self._noted_for_good: set[str] = set()
+        #: By kind of error: how often something could not be used since the last success, and how
+        #: many of these were counted and not printed.
+        self._fallbacks = Counter[str]()
+        self._counted = Counter[str]()
+        self._next_count = 0.0
 
     def result(self, facts: dict[str, Any], *lines: str) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
         self._bars.close()
-        print(json.dumps(facts) if self._as_json else "\n".join(map(_printable, lines)), flush=True)
+        if self._as_json:
+            self._print_json(facts)
+        else:
+            print("\n".join(f"{self._now()}{_printable(line)}" for line in lines), flush=True)
 
     def error(self, error: PulseError) -> None:
         self._bars.close()
         if self._as_json:
-            facts = {"error": error.kind, "message": str(error), "hint": error.hint}
-            print(json.dumps(facts), flush=True)
-        message = _printable(" ".join(str(error).split()))
-        hint = _printable(" ".join(error.hint.split()))
-        print(f"pulse: {message} ({hint})", file=sys.stderr, flush=True)
+            self._print_json({"error": error.kind, "message": str(error), "hint": error.hint})
+        self.say(f"{error} ({error.hint})")
+
+    def _print_json(self, facts: dict[str, Any]) -> None:
+        when = {"time": round(time.time(), 3)} if self._timed else {}
+        print(json.dumps(facts | when), flush=True)
+
+    def say(self, text: str) -> None:
+        """Prints a line on stderr."""
+        text = _printable(" ".join(text.split()))
+        print(f"{self._now()}pulse: {text}", file=sys.stderr, flush=True)
+
+    def _now(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime()) if self._timed else ""
 
     def __call__(self, event: Event) -> None:
         """Listens to the library's events."""
@@ -226,7 +257,9 @@ class Console:
             case Progress():
                 self._bars(event)
             case FallbackUsed():
-                self.note(f"{event.link} cannot be used: {event.reason}")
+                self._fall_back(event)
+            case CallFailed(call="heartbeat"):
+                self.note(f"the workers' heartbeats are not forwarded: {event.reason}")
             case BaselineRestored(how="anchored"):
                 self.note(
                     f"version {event.version} could not be restored, starting over with an anchor: "
@@ -242,11 +275,32 @@ class Console:
             return
         self._noted.add(text)
         self._bars.close()
-        print(f"pulse: {_printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+        self.say(text)
+
+    def _fall_back(self, event: FallbackUsed) -> None:
+        """Notes what could not be used: three of a kind one by one, and the count of the others
+        each minute."""
+        self._fallbacks[event.kind] += 1
+        if self._fallbacks[event.kind] <= _NOTED_OF_A_KIND:
+            self.note(f"{event.link} cannot be used: {event.reason}")
+            return
+        if not self._counted:
+            self._next_count = time.monotonic() + _COUNT_SECONDS
+        self._counted[event.kind] += 1
+        if time.monotonic() > self._next_count:
+            self.note_counts()
+
+    def note_counts(self) -> None:
+        """Says how many notes were counted since the last time, by kind."""
+        for kind, more in self._counted.items():
+            self._bars.close()
+            self.say(f"({more} more of this kind: {kind})")
+        self._counted.clear()
 
     def forget_notes(self) -> None:
         """What was noted before is news again."""
         self._noted = set(self._noted_for_good)
+        self._fallbacks.clear()
 
     def note_files(self, files: Iterable[str]) -> None:
         """Notes, once for all versions, that the files next to the weights lack a config."""

@@ -4,6 +4,7 @@ one; relay. And replay, which moves a live engine, too."""
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +31,13 @@ from ..errors import (
     StoreUnavailable,
     UnsupportedTensor,
 )
+from ..events import Synced
 from ..follow.checkpoint import FILE_NAME, current_version, load
 from ..follow.folder import FolderLayout, InUse, check_folder
 from ..hints import empty
-from ..metrics import Heartbeat, tee_listeners
+from ..metrics import PUBLISHER, RELAY, SUBSCRIBER, Heartbeat
 from ..ops.relay import Relay
+from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from .common import (
     COMMON,
@@ -53,6 +56,7 @@ from .common import (
     options,
     path,
 )
+from .monitor import MONITORED, Monitor
 from .streams import (
     of_version,
     open_lasting,
@@ -73,15 +77,16 @@ def add_parsers(commands: Any) -> None:
     watched = options()  # before the store
     text = "where the trainer writes a folder for each step"
     watched.add_argument("folder", metavar="FOLDER", help=text)
-    parents = (COMMON, watched, STREAM, version_options(), SIGNING, TRUST)
-    command = add_command(commands, "watch", watch, *parents)
+    parents = (COMMON, watched, STREAM, version_options(), SIGNING, TRUST, MONITORED)
+    command = add_command(commands, "watch", watch, *parents, timed=True)
     text = "the names of those folders, such as step_* (default: *)"
     command.add_argument("--pattern", default="*", metavar="GLOB", help=text)
     text = "the file that the trainer writes last, such as STABLE"
     command.add_argument("--done", required=True, metavar="FILE", help=text)
     add_poll(command, "looks", "publish what is there")
 
-    command = add_command(commands, "follow", follow, COMMON, NAMED, TRUST, WRITING, LAYOUT)
+    shared = (COMMON, NAMED, TRUST, WRITING, LAYOUT, MONITORED)
+    command = add_command(commands, "follow", follow, *shared, timed=True)
     text = f"{READABLE}; several in order of preference, the stream's own last"
     command.add_argument("store", metavar="STORE", nargs="+", help=text)
     kept = command.add_mutually_exclusive_group(required=True)
@@ -109,10 +114,10 @@ def add_parsers(commands: Any) -> None:
     add_poll(command, "polls of the store", "sync once")
     text = "keep downloaded payloads in this folder"
     command.add_argument("--cache", type=path, metavar="DIR", help=text)
-    text = "tell in the store which version this worker holds (see status)"
+    text = "report in the store which version this worker holds, every 30 s (see status)"
     command.add_argument("--name", metavar="W", help=text)
 
-    command = add_command(commands, "relay", relay, COMMON, TRUST)
+    command = add_command(commands, "relay", relay, COMMON, TRUST, MONITORED, timed=True)
     text = "the store to copy from: a folder, or a URL as for STORE"
     command.add_argument("source", metavar="SOURCE", help=text)
     text = "the store to copy to, to which nobody else publishes"
@@ -145,7 +150,8 @@ def follow(args: argparse.Namespace, console: Console) -> None:
                 "--keep is for the folders of a --layout",
                 hint="Otherwise the newest version is kept.",
             )
-        _follow_into_a_folder(args, console)
+        with _monitored(args, console) as monitor:
+            _follow_into_a_folder(args, console, monitor)
         return
     if args.layout or args.keep:
         raise InputError(
@@ -161,11 +167,20 @@ def follow(args: argparse.Namespace, console: Console) -> None:
         raise InputError(
             "an engine cannot open a memory:// store", hint="Give a folder or an object store."
         )
-    _follow_into_an_engine(args, console)
+    with _monitored(args, console) as monitor:
+        _follow_into_an_engine(args, console, monitor)
 
 
-def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> None:
-    heartbeat = Heartbeat(args.store[0], args.name) if args.name else None
+@contextmanager
+def _monitored(args: argparse.Namespace, console: Console) -> Iterator[Monitor]:
+    """The monitor of a worker, with its heartbeat. A worker that ends in order is none any more."""
+    with Monitor(args, console, SUBSCRIBER, "sync", [args.stream]) as monitor:
+        if args.name:
+            monitor.beat(Heartbeat(args.store[-1], args.name), leave=not args.once)
+        yield monitor
+
+
+def _follow_into_an_engine(args: argparse.Namespace, console: Console, monitor: Monitor) -> None:
     handle: EngineHandle | None = None
 
     def sync() -> None:
@@ -187,9 +202,9 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> None:
             raise
         if done is not None:
             _show_live(done, console)
-            if heartbeat:
-                heartbeat.beat(args.stream, done.version)
-        elif args.once:
+            monitor.record(_synced(args.stream, done))
+        monitor.succeeded(args.stream, handle.version)
+        if done is None and args.once:
             version = handle.version
             line = f"version {version} is the newest, and live"
             console.result({"version": version, "changed": False}, line)
@@ -205,7 +220,7 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> None:
         return error.retryable or isinstance(error, ConcurrentUse)
 
     try:
-        keep_on(sync, args, console, pause, may_pass)
+        keep_on(sync, args, console, monitor, pause, may_pass)
     finally:
         if handle is not None:
             handle.close()
@@ -227,22 +242,28 @@ def _show_live(done: EngineSync, console: Console) -> None:
     console.result(facts_of(done, *EngineSync.__slots__), line)
 
 
-def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
+def _synced(stream: str, done: EngineSync) -> Synced:
+    """The event of an engine's move, whose own processes have synced. They do not say when the
+    version was committed, nor by which links they came."""
+    seconds = done.fetch_seconds + done.verify_seconds + done.pause_seconds
+    phases = {"fetch": done.fetch_seconds, "apply": done.verify_seconds}
+    moved = (done.version, done.previous, done.root, (), done.fetched_bytes)
+    return Synced(stream, *moved, seconds, math.nan, phases)
+
+
+def _follow_into_a_folder(args: argparse.Namespace, console: Console, monitor: Monitor) -> None:
     out = Path(args.out)
     layout = FolderLayout.of(args.layout) if args.layout else None
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
     base, written = _left_in(out, layout)
-    listener = (
-        tee_listeners(console, Heartbeat(args.store[-1], args.name)) if args.name else console
-    )
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
         base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
         select=args.select,
-        **reading(args, listener),
+        **reading(args, monitor),
     )
     subscriber.allow_recreated = args.allow_recreated
     use = InUse(out)
@@ -251,6 +272,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
         nonlocal written
         update = subscriber.sync()
         if subscriber.version is None:
+            monitor.succeeded(args.stream, None)
             raise empty(open_lasting(args.store[-1]), args.stream)
         use.take()
         if update is not None or written not in (None, subscriber.version):
@@ -272,9 +294,10 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
             line = f"version {subscriber.version} is the newest, root {subscriber.root} verified"
             facts = facts_of(subscriber, "version", "root")
             console.result(facts | {"changed": 0, "payload_bytes": 0}, line)
+        monitor.succeeded(args.stream, subscriber.version)
 
     with use:
-        keep_on(sync, args, console, subscriber.wait_for_new)
+        keep_on(sync, args, console, monitor, subscriber.wait_for_new)
 
 
 def _left_in(out: Path, layout: FolderLayout | None) -> tuple[Path | None, int | None]:
@@ -299,6 +322,7 @@ def keep_on(
     work: Callable[[], None],
     args: argparse.Namespace,
     console: Console,
+    monitor: Monitor,
     pause: Callable[[float], None] = _sleep,
     may_pass: Callable[[PulseError], bool] = lambda error: error.retryable,
 ) -> None:
@@ -308,8 +332,12 @@ def keep_on(
     while True:
         try:
             work()
+            console.note_counts()
             console.forget_notes()
+            monitor.ended(None)
         except PulseError as error:
+            monitor.ended(error)
+            console.note_counts()
             if args.once or not may_pass(error):
                 raise
             console.note(f"{error} ({error.hint}); retrying")
@@ -410,6 +438,11 @@ def relay(args: argparse.Namespace, console: Console) -> None:
         raise InputError(
             "one stream ID for several streams", hint="Give --stream-id with a single --stream."
         )
+    with Monitor(args, console, RELAY, "relay", args.stream) as monitor:
+        _relay(args, console, monitor)
+
+
+def _relay(args: argparse.Namespace, console: Console, monitor: Monitor) -> None:
     source, target = open_lasting(args.source), open_lasting(args.target)
     relays = {
         stream: Relay(
@@ -418,7 +451,7 @@ def relay(args: argparse.Namespace, console: Console) -> None:
             stream=stream,
             keep=args.keep,
             allow_recreated=args.allow_recreated,
-            **reading(args, console),
+            **reading(args, monitor),
         )
         for stream in args.stream
     }
@@ -440,6 +473,7 @@ def relay(args: argparse.Namespace, console: Console) -> None:
                         line += f": {format_bytes(done.nbytes)} copied"
                         console.result(facts | {"bytes": done.nbytes}, line)
                         continue
+                    monitor.succeeded(stream, each.version)
                     if each.version is None:
                         raise empty(source, stream)
                     if args.once and stream not in moved:
@@ -451,7 +485,7 @@ def relay(args: argparse.Namespace, console: Console) -> None:
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 
-    keep_on(sync, args, console)
+    keep_on(sync, args, console, monitor)
 
 
 def watch(args: argparse.Namespace, console: Console) -> None:
@@ -466,7 +500,17 @@ def watch(args: argparse.Namespace, console: Console) -> None:
             f"{args.folder} is no folder",
             hint="Make it, or name the one that the trainer writes into.",
         )
-    publisher = open_publisher(args, console)
+    with (
+        Monitor(args, console, PUBLISHER, "publish", [args.stream]) as monitor,
+        open_publisher(args, monitor) as publisher,
+    ):
+        _watch(args, console, monitor, publisher)
+
+
+def _watch(
+    args: argparse.Namespace, console: Console, monitor: Monitor, publisher: Publisher
+) -> None:
+    folder = Path(args.folder)
 
     def work() -> None:
         head = publisher.head()
@@ -484,6 +528,7 @@ def watch(args: argparse.Namespace, console: Console) -> None:
             facts = {"version": after, "step": newest} if head else {"version": None, "step": None}
             than = f" than step {newest}" if head else ""
             console.result(facts, f"no checkpoint in {args.folder} is newer{than}")
+        monitor.succeeded(args.stream, after if after >= 0 else None)
 
     def publish(step: int, found: Path, after: int) -> int:
         """The newest version."""
@@ -502,8 +547,7 @@ def watch(args: argparse.Namespace, console: Console) -> None:
         print_published(done, console)
         return done.version
 
-    with publisher:
-        keep_on(work, args, console)
+    keep_on(work, args, console, monitor)
 
 
 def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:

@@ -11,13 +11,24 @@ from .._util.settings import format_bytes, format_duration, format_percent
 from ..errors import PulseError
 from ..events import Metadata
 from ..hints import empty, streams_in
-from ..metrics import workers_of
+from ..ops.fleet import workers_of
 from ..store import Store
 from ..stream.manifest import anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from .common import COMMON, NAMED, READABLE, TRUST, Console, add_command, facts_of, number, options
+from .common import (
+    COMMON,
+    NAMED,
+    READABLE,
+    TRUST,
+    Console,
+    add_command,
+    facts_of,
+    number,
+    options,
+    seconds,
+)
 from .streams import open_lasting
 
 _SHOWN_ANCHORS = 5
@@ -35,6 +46,8 @@ def add_parsers(commands: Any) -> None:
 
     command = add_command(commands, "status", status, COMMON, TRUST, store)
     command.add_argument("--stream", metavar="S", help="of this stream only")
+    text = "exit with status 1 if a worker was not seen for so long, such as 5m"
+    command.add_argument("--stale", type=seconds, metavar="DURATION", help=text)
 
 
 def show_streams(args: argparse.Namespace, console: Console) -> None:
@@ -89,8 +102,8 @@ def log(args: argparse.Namespace, console: Console) -> None:
     console.result(facts, *lines)
 
 
-def status(args: argparse.Namespace, console: Console) -> None:
-    """Show which version each worker of a store holds.
+def status(args: argparse.Namespace, console: Console) -> int:
+    """Show which version each worker of a store holds, and when it was last seen.
 
     pulse status s3://bucket/run
     """
@@ -99,25 +112,34 @@ def status(args: argparse.Namespace, console: Console) -> None:
         _followers(opened_stream(store, name, args))
         for name in ([args.stream] if args.stream else streams_in(store))
     ]
-    lines = []
+    lines, gone = [], []
     for each in found:
         workers, newest = each["workers"], each["newest"]
-        lines.append(f"{each['stream']}: version {newest}, {len(workers)} workers")
+        known = f"{len(workers)} workers" if workers else "no worker"
+        lines.append(f"{each['stream']}: version {newest}, {known}")
         rows = [
             (
                 f"  {worker['worker']}",
-                f"version {worker['version']}",
+                "no version" if worker["version"] is None else f"version {worker['version']}",
                 "newest" if worker["behind"] == 0 else f"{worker['behind']} behind",
-                f"since {_age(worker['age_seconds'])}",
+                f"seen {_age(worker['seen_seconds'])} ago",
+                f"{worker['errors']} errors: {worker['reason']}" if worker["errors"] else "",
             )
             for worker in workers
         ]
         lines += _table(rows)
+        if args.stale is not None:
+            gone += [worker for worker in workers if worker["seen_seconds"] > args.stale]
     if not any(each["workers"] for each in found):
         lines.append(
             "no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat"
         )
-    console.result({"store": args.store, "streams": found}, *lines)
+    if gone:
+        names = ", ".join(worker["worker"] for worker in gone)
+        lines.append(f"{len(gone)} not seen for {format_duration(args.stale)}: {names}")
+    stale = [worker["worker"] for worker in gone]
+    console.result({"store": args.store, "streams": found, "stale": stale}, *lines)
+    return 1 if gone else 0
 
 
 def opened_stream(store: Store, name: str, args: argparse.Namespace) -> Stream:
@@ -185,16 +207,19 @@ def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
 def _followers(stream: Stream) -> dict[str, Any]:
     """What the workers of a stream have said last, those that are farthest behind first."""
     newest = versions_of(stream)[-1]
-    workers = [
+    workers: list[dict[str, Any]] = [
         {
             "worker": worker,
-            "version": version,
-            "behind": max(newest - version, 0),
-            "age_seconds": _since(modified),
+            "version": state.version,
+            "behind": max(newest - (-1 if state.version is None else state.version), 0),
+            "seen_seconds": _since(state.seen),
+            "errors": state.errors,
+            "kind": state.kind,
+            "reason": state.reason,
         }
-        for worker, (version, modified) in workers_of(stream).items()
+        for worker, state in workers_of(stream).items()
     ]
-    workers.sort(key=lambda each: (each["version"], each["worker"]))
+    workers.sort(key=lambda each: (-each["behind"], each["worker"]))
     return {"stream": stream.name, "newest": newest, "workers": workers}
 
 

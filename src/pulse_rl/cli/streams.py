@@ -55,6 +55,7 @@ from .common import (
     seconds,
     write_output,
 )
+from .monitor import MONITORED, Monitor
 
 DEFAULT_PORT = 8734
 # A folder's name comes on top.
@@ -161,7 +162,7 @@ def add_parsers(commands: Any) -> None:
     )
     command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
 
-    command = add_command(commands, "serve", serve, COMMON)
+    command = add_command(commands, "serve", serve, COMMON, MONITORED, timed=True)
     text = "the store's folder, such as a relay's target"
     command.add_argument("folder", metavar="FOLDER", help=text)
     text = "this machine's address to listen at (default: 127.0.0.1)"
@@ -230,7 +231,7 @@ def publish(args: argparse.Namespace, console: Console) -> None:
     print_published(done, console)
 
 
-def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
+def open_publisher(args: argparse.Namespace, listener: Listener) -> Publisher:
     """Raises InputError for a signed stream without a key."""
     publisher = Publisher(
         open_lasting(args.store),
@@ -239,7 +240,7 @@ def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         threads=args.threads,
-        on_event=console,
+        on_event=listener,
     )
     if args.stream_id:
         publisher.stream_id = args.stream_id
@@ -512,13 +513,17 @@ def open_lasting(address: str) -> Store:
 
 
 def serve(args: argparse.Namespace, console: Console) -> None:
-    """Show a folder to readers over HTTP, for workers without credentials.
+    """Show a folder to readers over HTTP, for workers without credentials; take their heartbeats.
 
     pulse serve /near --bind 0.0.0.0
     """
     from ..stores.server import FolderServer
 
-    with FolderServer(args.folder, bind=args.bind, port=args.port) as server:
+    with (
+        Monitor(args, console, "server", "serve") as monitor,
+        FolderServer(args.folder, bind=args.bind, port=args.port, on_event=monitor) as server,
+    ):
+        monitor.ready = True
         facts = {"url": server.url, "folder": args.folder}
         console.result(facts, f"{args.folder} is served at {server.url}")
         threading.Event().wait()

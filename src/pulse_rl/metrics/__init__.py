@@ -15,23 +15,19 @@ committed, and a repeated ``sync`` returns the same update.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
-from .._util.retry import jittered
 from .._util.serial import Closing
 from .._util.settings import checked_path, short_int
-from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
+from ..errors import FormatError, InputError, IntegrityError, PulseError
 from ..events import (
     CallFailed,
     Event,
@@ -40,11 +36,11 @@ from ..events import (
     Listener,
     Progress,
     Published,
+    Relayed,
+    Served,
     Synced,
 )
-from ..store import Store, open_store
-from ..stream.names import StreamNames, WorkerName, check_word
-from ..stream.stream import Stream
+from ..ops.fleet import Heartbeat
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -52,12 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "tee_listeners"]
 
 MAX_LINE_BYTES = 1 << 20
-_LOOK_SECONDS = 1.0
-#: Of a stream, which are looked at.
-MAX_WORKERS = 10_000
-_MAX_OF_A_WORKER = 100
-_log = logging.getLogger("pulse_rl")
-_INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
+INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
 _LABELS = ("stream", "role")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -104,11 +95,10 @@ class JsonLines(Closing):
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress):
             return
-        line = {
-            "event": _snake_case(type(event).__name__),
-            "time": round(time.time(), 6),
-            **asdict(event),
-        }
+        # JSON has no NaN, which stands for what is not known.
+        known = {name: value for name, value in asdict(event).items() if value == value}
+        kind = _snake_case(type(event).__name__)
+        line = {"event": kind, "time": round(time.time(), 6), **known}
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
 
@@ -141,101 +131,8 @@ def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Heartbeat:
-    """Tells in ``store`` which version a worker holds, for ``pulse status``: whenever it has
-    synced, as a small object.
-
-    ``name``: the worker's (default: of the machine and the process). The worker needs the right to
-    write and delete below ``STREAM/workers``; where it cannot, that is logged once, and it goes on.
-    There is one object for each worker, and `gc_stream` deletes those at versions that are gone.
-    Whoever can write to the store can write what is not so. Raises InputError and what `open_store`
-    raises.
-    """
-
-    def __init__(self, store: Store | str, name: str | None = None) -> None:
-        self._store = open_store(store)
-        self._name = name or re.sub(
-            r"[^A-Za-z0-9._-]", "-", f"w-{socket.gethostname()[:100]}-{os.getpid()}"
-        )
-        check_word(self._name, "a worker")
-        self._written: dict[str, list[str]] = {}
-        self._failed = False
-
-    def __repr__(self) -> str:
-        return f"<Heartbeat of {self._name!r} in {self._store!r}>"
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Synced):
-            self.beat(event.stream, event.version)
-
-    def beat(self, stream: str, version: int) -> None:
-        """Says that the worker holds ``version`` of ``stream``: for an engine, whose own processes
-        sync."""
-        names = StreamNames(stream)
-        try:
-            if stream not in self._written:
-                start = f"{names.workers}/{self._name}-"
-                own = takewhile(
-                    lambda info: info.name.startswith(start), self._store.list(names.workers, start)
-                )
-                found = (
-                    (info.name, names.parse(info.name)) for info in islice(own, _MAX_OF_A_WORKER)
-                )
-                self._written[stream] = [
-                    n for n, of in found if isinstance(of, WorkerName) and of.worker == self._name
-                ]
-            now = names.worker(self._name, version)
-            self._store.put(now, b"")
-            old, self._written[stream] = self._written[stream], [now]
-            for name in old:
-                if name != now:
-                    self._store.delete(name)
-        except StoreError as error:
-            if not self._failed:
-                self._failed = True
-                _log.warning(
-                    "stream %s: no heartbeat of %s: %s. %s", stream, self._name, error, error.hint
-                )
-
-
-def workers_of(stream: Stream) -> dict[str, tuple[int, float]]:
-    """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix
-    seconds; by name."""
-    said: dict[str, tuple[int, float]] = {}
-    for info in islice(stream.store.list(stream.names.workers), MAX_WORKERS):
-        name = stream.names.parse(info.name)
-        if isinstance(name, WorkerName) and info.modified >= said.get(name.worker, (0, 0.0))[1]:
-            said[name.worker] = (name.version, info.modified)
-    return said
-
-
-def wait_for_workers(
-    stream: Stream,
-    version: int,
-    workers: int | Collection[str],
-    *,
-    max_lag: float,
-    timeout_seconds: float,
-) -> tuple[str, ...]:
-    """Waits as `Publisher.wait_for` says, and returns what that does. Raises InputError."""
-    if isinstance(workers, str) or (isinstance(workers, int) and workers < 0):
-        raise InputError("workers must be a number of workers, or a collection of their names")
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        held = workers_of(stream)
-        there = {worker for worker, (of, _) in held.items() if of >= version - max_lag}
-        if isinstance(workers, int):
-            missing = max(0, workers - len(there))
-            late = [*sorted(held.keys() - there), *["?"] * missing][:missing]
-        else:
-            late = sorted(set(workers) - there)
-        left = deadline - time.monotonic()
-        if not late or left <= 0:
-            return tuple(late)
-        time.sleep(min(jittered(_LOOK_SECONDS), left))
-
-
-PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
+PUBLISHER, SUBSCRIBER, RELAY, SERVER = "publisher", "subscriber", "relay", "server"
+_ROLES = {"sync": SUBSCRIBER, "relay": RELAY, "heartbeat": RELAY}
 
 # Name, kind, description, and labels in addition to the stream and the role.
 _METRICS = (
@@ -256,6 +153,10 @@ _METRICS = (
     ("call_failures", "counter", "Calls that raised an error", "kind"),
     ("path_failures", "counter", "Paths to a version that failed", "kind"),
     ("verification_failures", "counter", "Failed checks of bytes or states", "kind"),
+    ("last_success_seconds", "gauge", "Unix time of the last pass that succeeded"),
+    ("relayed_bytes", "counter", "Bytes of payloads that a relay copied"),
+    ("served_requests", "counter", "Answers of an HTTP server", "status"),
+    ("served_bytes", "counter", "Bytes that an HTTP server's answers announced"),
 )
 
 
@@ -265,7 +166,8 @@ class PrometheusMetrics:
 
     Raises InputError without prometheus-client. One object serves all publishers and subscribers of
     a process. Each metric has the labels ``stream`` and ``role``: "publisher" for writes to the
-    stream, "subscriber" for reads from it (a publisher that restores its own head reads).
+    stream, "subscriber" for reads from it (a publisher that restores its own head reads), "relay"
+    for a relay's copies, and "server", with an empty ``stream``, for an HTTP server.
 
     ===================================== ========= ================================================
     ``pulse_version``                     gauge     newest version committed, or held
@@ -285,6 +187,10 @@ class PrometheusMetrics:
     ``pulse_call_failures_total``         counter   publishes and syncs that raised, by ``kind``
     ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
     ``pulse_verification_failures_total`` counter   of these, failed checks of bytes, by ``kind``
+    ``pulse_last_success_seconds``        gauge     Unix time of the last `succeeded`
+    ``pulse_relayed_bytes_total``         counter   payloads that a relay copied
+    ``pulse_served_requests_total``       counter   answers of an HTTP server, by ``status``
+    ``pulse_served_bytes_total``          counter   bytes that these announced
     ===================================== ========= ================================================
     """
 
@@ -293,7 +199,7 @@ class PrometheusMetrics:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Summary
         except ImportError:
             raise InputError(
-                "PrometheusMetrics needs the package prometheus-client", hint=_INSTALL
+                "PrometheusMetrics needs the package prometheus-client", hint=INSTALL
             ) from None
         where = REGISTRY if registry is None else registry
         self._metrics: dict[str, Any] = {}
@@ -323,7 +229,7 @@ class PrometheusMetrics:
             case CallFailed(call="fold"):
                 self._metrics["fold_failures"].labels(event.stream, PUBLISHER).inc()
             case CallFailed():
-                role = PUBLISHER if event.call == "publish" else SUBSCRIBER
+                role = _ROLES.get(event.call, PUBLISHER)
                 self._metrics["call_failures"].labels(event.stream, role, event.kind).inc()
             case FallbackUsed():
                 self._metrics["path_failures"].labels(event.stream, SUBSCRIBER, event.kind).inc()
@@ -333,6 +239,27 @@ class PrometheusMetrics:
             case Folded():
                 if event.nbytes < event.patch_bytes:
                     self._metrics["fold_bytes"].labels(event.stream, PUBLISHER).inc(event.nbytes)
+            case Relayed():
+                self._metrics["version"].labels(event.stream, RELAY).set(event.version)
+                self._metrics["relayed_bytes"].labels(event.stream, RELAY).inc(event.nbytes)
+                self._metrics["lag_seconds"].labels(event.stream, RELAY).set(event.lag_seconds)
+            case Served():
+                self._metrics["served_requests"].labels("", SERVER, str(event.status)).inc()
+                self._metrics["served_bytes"].labels("", SERVER).inc(event.nbytes)
+
+    def succeeded(self, stream: str, role: str, version: int | None) -> None:
+        """Note that a loop polled without an error.
+
+        ``pulse follow``, ``relay`` and ``watch`` call it after each pass.
+
+        Args:
+            stream: The stream's name.
+            role: "publisher", "subscriber" or "relay".
+            version: The version that is held, also by a process that has just started. None: none.
+        """
+        self._metrics["last_success_seconds"].labels(stream, role).set(time.time())
+        if version is not None:
+            self._metrics["version"].labels(stream, role).set(version)
 
     def _published(self, event: Published) -> None:
         own = (event.stream, PUBLISHER)

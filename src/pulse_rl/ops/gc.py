@@ -189,7 +189,9 @@ def _planned(where: Stream, listing: _Listing, keep: int, grace_seconds: float) 
                 young += info.nbytes
             case DigestsName(root) if root not in roots and info.modified < before:
                 digests.append(info)
-            case WorkerName(_, version) if version < oldest:
+            case WorkerName(_, None) if info.modified < before:
+                beats.append(info)
+            case WorkerName(_, int(version)) if version < oldest:
                 beats.append(info)
     gone = sorted(version for version in listing.commits if version < oldest)
     old = [listing.commits[version] for version in reversed(gone)]

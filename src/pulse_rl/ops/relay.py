@@ -38,6 +38,7 @@ from ..stream.names import FILE, LEAVES, PATCH, SHARD, TENSORS
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream, name_of
 from ..sync.planner import BROKEN_LINK, Planner
+from .fleet import HeartbeatRelay
 from .gc import gc_stream
 
 _TRIES = 2
@@ -117,7 +118,9 @@ class Relay:
             on_refused=weak_callback(self._refused),
         )
         self._target = Stream(open_store(target), stream, trusted, stream_id=stream_id)
+        self._heartbeats = HeartbeatRelay(self._target, self.source)
         self._have: int | None = None
+        self._committed = 0.0
         self._anchor: _AnchorCopy | None = None
         self._searched = False
         self._links: list[Link] = []
@@ -168,6 +171,9 @@ class Relay:
             self.source.limited(),
             self._target.limited(),
         ):
+            # Also while the copy fails: the publisher must see workers that are stuck.
+            if error := self._heartbeats.forward():
+                self._failed("heartbeat", error)
             # 1. Where the target stands; and once, whether another process left an anchor half
             # copied.
             previous = self._find_held()
@@ -191,7 +197,8 @@ class Relay:
         assert self._have is not None
         links = tuple(dict.fromkeys(map(str, self._links)))
         seconds = time.perf_counter() - started
-        relayed = Relayed(self.source.name, self._have, previous, links, self._nbytes, seconds)
+        lag = time.time() - self._committed
+        relayed = Relayed(self.source.name, self._have, previous, links, self._nbytes, seconds, lag)
         if self._listener:
             self._listener(relayed)
         return relayed
@@ -270,7 +277,7 @@ class Relay:
                 anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
-                    self._have = at
+                    self._have, self._committed = at, manifest.created
         if anchored:
             self._collect()
 
@@ -462,8 +469,7 @@ class Relay:
         except StoreError:
             raise
         except PulseError as error:  # what is kept for longer harms nobody
-            if self._listener:
-                self._listener(CallFailed(self._target.name, "gc", error.kind, str(error)))
+            self._failed("gc", error)
 
     def _start_over(self) -> None:
         """Empties the target's copy, in the order of garbage collection, and forgets whose stream
@@ -486,6 +492,10 @@ class Relay:
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._report(f"version {version}", error)
+
+    def _failed(self, call: str, error: PulseError) -> None:
+        if self._listener:
+            self._listener(CallFailed(self._target.name, call, error.kind, str(error)))
 
     def _report(self, link: Link | str, error: PulseError) -> None:
         fell_back(self._listener, self.source.name, str(link), error)

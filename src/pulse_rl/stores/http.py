@@ -1,5 +1,5 @@
-"""The read half of a store, from an HTTP server such as `pulse serve` (docs/protocol.md, section
-11).
+"""A store behind an HTTP server such as `pulse serve`: all of it to read, and heartbeats to write
+(docs/protocol.md, section 11).
 
 The server is not trusted to be right, to be brief or to be quick: lengths are compared, what is
 read is bounded by what was asked for, and every request has a deadline.
@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -24,16 +25,19 @@ from urllib.parse import quote, urlsplit
 from .._util.addresses import shown
 from .._util.retry import RETRY_SECONDS, Patience
 from .._util.settings import checked_number
-from ..errors import InputError, NotFound, StoreError, StoreUnavailable
+from ..errors import InputError, NotFound, StoreError, StoreFull, StoreUnavailable
 from ..store.base import (
     MAX_LISTED,
+    Data,
     ObjectInfo,
     ReadOnly,
     check_folder,
     check_name,
     check_range,
     is_name,
+    joined,
 )
+from ..stream.names import is_heartbeat
 
 #: Largest object that is read without saying how many bytes are expected.
 MAX_WHOLE_BYTES: Final = 256 << 20
@@ -47,8 +51,10 @@ _SMALL_BODY = 1 << 16
 MIN_RATE = 16 << 10
 _URL = re.compile(r"[!-~]+")
 LENGTH = re.compile(r"[0-9]{1,18}")
-#: Statuses of a server that may answer later, with all from 500 on.
+#: Statuses of a server that may answer later, with all from 500 on but one: a method that it does
+#: not have.
 MAY_PASS = (408, 425, 429)
+_NOT_IMPLEMENTED, _FULL = 501, 507
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 _LISTED = re.compile(r"([0-9]{1,18}) ([0-9]{1,12}) (\S{1,512})")
 _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
@@ -68,7 +74,8 @@ class _Transient(Exception):
 class HttpStore(ReadOnly):
     """A `Store` for readers, behind an HTTP server such as ``pulse serve``, without credentials.
 
-    Writing calls raise StoreError. Redirects are refused, proxies not asked. `get` without ``stop``
+    Writing calls raise StoreError, except for the heartbeats of workers, which the server may take.
+    Redirects are refused, proxies not asked. `get` without ``stop``
     reads up to 256 MiB, and else raises StoreError. It may be used from several threads, which
     share up to eight idle connections, kept for 30 s.
 
@@ -114,6 +121,17 @@ class HttpStore(ReadOnly):
                 f"{self._url} does not send bytes {start} to {stop} of {name}", hint=_NO_SUCH_SERVER
             )
         return data
+
+    def put(self, name: str, data: Data) -> None:
+        if not is_heartbeat(name):
+            self._refuse(name)
+        self._ask("PUT", name, lambda _: None, body=joined(data))
+
+    def delete(self, name: str) -> None:
+        if not is_heartbeat(name):
+            self._refuse(name)
+        with suppress(NotFound):
+            self._ask("DELETE", name, lambda _: None)
 
     def head(self, name: str) -> ObjectInfo:
         def read(answer: HTTPResponse) -> ObjectInfo:
@@ -206,13 +224,14 @@ class HttpStore(ReadOnly):
         path: str,
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str] | None = None,
+        body: bytes | None = None,
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after ``retry_timeout``."""
 
         def ask() -> T:
             try:
-                return self._try(method, path, read, headers or {})
+                return self._try(method, path, read, headers or {}, body)
             except (OSError, HTTPException, _Transient) as error:
                 reason = str(error) or type(error).__name__
                 raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
@@ -225,11 +244,14 @@ class HttpStore(ReadOnly):
         path: str,
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str],
+        body: bytes | None,
     ) -> T:
         while True:
             connection, answer = self._take(), None
             try:
-                answer = connection.ask(method, f"{self._path}/{path}", headers, self._timeout)
+                answer = connection.ask(
+                    method, f"{self._path}/{path}", headers, self._timeout, body
+                )
                 return self._judged(answer, path, read, ranged="Range" in headers)
             except (ConnectionError, HTTPException):
                 if answer is not None or not connection.reused:
@@ -246,7 +268,9 @@ class HttpStore(ReadOnly):
     ) -> T:
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
-        if status in MAY_PASS or status >= 500:
+        if status == _FULL:
+            raise StoreFull(f"{where}: the server has no room for it")
+        if status in MAY_PASS or (status >= 500 and status != _NOT_IMPLEMENTED):
             raise _Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
             raise StoreError(
@@ -254,7 +278,7 @@ class HttpStore(ReadOnly):
             )
         if status in (401, 403):
             raise StoreError(f"{where}: access denied, status {status}")
-        if status not in (200, 404) and not (ranged and status in (206, 416)):
+        if status not in (200, 204, 404) and not (ranged and status in (206, 416)):
             raise StoreError(f"{where}: status {status}", hint=_NO_SUCH_SERVER)
         found = read(answer) if status != 404 else None
         if answer.length is not None and answer.length <= _SMALL_BODY:
@@ -294,13 +318,15 @@ class _Connection:
         self.reused = False
         self.idle_since = 0.0
 
-    def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:
+    def ask(
+        self, method: str, path: str, headers: dict[str, str], seconds: float, body: bytes | None
+    ) -> HTTPResponse:
         if self._socket is None:
             self._connection.connect()
             self._socket = DeadlineSocket(self._connection.sock)
             self._connection.sock = self._socket
         self._socket.begin(seconds, MIN_RATE)
-        self._connection.request(method, path, None, {"Accept-Encoding": "identity", **headers})
+        self._connection.request(method, path, body, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
         self.reused = True

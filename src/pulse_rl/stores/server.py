@@ -1,4 +1,5 @@
-"""Shows a folder to readers over HTTP (docs/protocol.md, section 11); needs the extra ``serve``."""
+"""Shows a folder to readers over HTTP, and takes the heartbeats of workers (docs/protocol.md,
+section 11); needs the extra ``serve``."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._util.serial import Closing
 from .._util.settings import checked_path
-from ..errors import InputError, StoreError
+from ..errors import InputError, StoreError, StoreFull, StoreUnavailable
+from ..events import Listener, Served, checked_listener
 from ..store.base import MAX_NAME, is_name
+from ..store.local import LocalStore
+from ..stream.names import MAX_BEAT_BYTES, MAX_WORKERS, is_heartbeat
 from .http import PAGE
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ _START_SECONDS = 30.0
 _KEEPALIVE_SECONDS = 75.0
 _SILENT_SECONDS = 30.0
 _LOG_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 _ALL_INTERFACES = "Give an address of this machine; 0.0.0.0 stands for all of them."
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _HIDDEN = (
@@ -49,21 +54,29 @@ T = TypeVar("T")
 
 
 class FolderServer(Closing):
-    """Serve the objects below a folder over HTTP, read-only, on a thread of its own, until `close`.
+    """Serve the objects below a folder over HTTP, on a thread of its own, until `close`.
 
-    It is a context manager. Links below the folder are not followed.
+    It is a context manager. Links below the folder are not followed. Readers can change nothing but
+    the heartbeats of workers (`pulse_rl.metrics.Heartbeat`) in streams that exist: at most 10,000
+    for each stream, of at most 4 KiB.
 
     Args:
         folder: The folder of a store.
         bind: An address of this machine, at which others may read. Default: this machine only.
         port: The port. Default: a free one.
+        on_event: Called with `Served` after each answer, on the server's thread.
     Raises:
         InputError: The extra ``serve`` is missing, there is no such folder, ``bind`` is empty, or
             the port cannot be had.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, bind: str = "127.0.0.1", port: int = 0
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        on_event: Listener | None = None,
     ) -> None:
         try:
             import aiohttp.web  # noqa: F401
@@ -77,6 +90,7 @@ class FolderServer(Closing):
                 f"there is no folder {root}", hint="Check the path, or create the folder first."
             )
         self._root = root
+        self._listener = checked_listener(on_event)
         self._silent: dict[object, asyncio.TimerHandle] = {}
         self._bind, self._port = bind, port
         self._loop = asyncio.new_event_loop()
@@ -118,9 +132,12 @@ class FolderServer(Closing):
     async def _serve(self) -> None:
         from aiohttp import web
 
-        app = web.Application()
+        app = web.Application(client_max_size=MAX_BEAT_BYTES)
         app.router.add_get("/{name:.*}", self._get)
+        app.router.add_put("/{name:.*}", self._change)
+        app.router.add_delete("/{name:.*}", self._change)
         app.on_response_prepare.append(_uncached)
+        app.on_response_prepare.append(self._answering)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
         # Such as a failed accept.
@@ -155,8 +172,7 @@ class FolderServer(Closing):
     async def _get(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        if timer := self._silent.pop(request.transport, None):
-            timer.cancel()
+        self._heard(request)
         name = request.path.removeprefix("/")
         if not name or name.endswith("/"):
             after = request.query.get("after", "")
@@ -169,6 +185,56 @@ class FolderServer(Closing):
             return await _send(request, handle)
         finally:
             os.close(handle)
+
+    async def _change(self, request: web.Request) -> web.Response:
+        """Writes or deletes a heartbeat, and nothing else."""
+        from aiohttp import web
+
+        self._heard(request)
+        where, name = _split(request.path.removeprefix("/"))
+        if not is_heartbeat(name) or not _is_path(f"{where}{name}"):
+            raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
+        body = None
+        if request.method == "PUT":
+            async with asyncio.timeout(_STALLED_SECONDS):
+                body = await request.read()
+        status = await _answered(asyncio.to_thread(self._beat, where, name, body))
+        return web.Response(status=status)
+
+    def _beat(self, where: str, name: str, body: bytes | None) -> int:
+        """Replaces or (None) deletes a heartbeat in the store in the folder ``where``; the status
+        of the answer."""
+        folder, _, last = name.rpartition("/")
+        stream = folder.partition("/")[0]
+        with _opened_folder(self._root, f"{where}{stream}/versions") as versions:
+            if versions is None:
+                return 404
+        with _opened_folder(self._root, f"{where}{folder}") as workers:
+            known = os.listdir(workers) if workers is not None else []
+        if body is not None and len(known) >= MAX_WORKERS and last not in known:
+            return 507
+        store = LocalStore(self._root / where, retry_timeout=_RETRY_SECONDS)
+        try:
+            if body is None:
+                store.delete(name)
+            else:
+                store.put(name, body)
+        except (StoreFull, StoreUnavailable):
+            raise
+        except StoreError:  # the folder is not the server's to write, or is a link
+            return 403
+        return 204
+
+    def _heard(self, request: web.Request) -> None:
+        if timer := self._silent.pop(request.transport, None):
+            timer.cancel()
+
+    async def _answering(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._listener:
+            length = response.headers.get("Content-Length", "0")
+            nbytes = int(length) if request.method == "GET" else 0
+            name = request.path.removeprefix("/")[:MAX_NAME]
+            self._listener(Served(request.method, name, response.status, nbytes))
 
     def _list(self, folder: str, after: str) -> str:
         """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
@@ -264,6 +330,8 @@ async def _answered(work: Awaitable[T]) -> T:
         return await work
     except PermissionError:
         raise web.HTTPForbidden from None
+    except StoreFull:
+        raise web.HTTPInsufficientStorage from None
     except (OSError, StoreError):
         raise web.HTTPServiceUnavailable from None
 
@@ -303,6 +371,12 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
             await response.write(chunk)
         start += len(chunk)
     return response
+
+
+def _split(path: str) -> tuple[str, str]:
+    """(the folder of the store, with a slash at its end, or ""; the name) of a heartbeat there."""
+    parts = path.split("/")
+    return "".join(f"{part}/" for part in parts[:-3]), "/".join(parts[-3:])
 
 
 def _is_path(name: str) -> bool:

@@ -33,9 +33,11 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
 _DIGESTS = re.compile(r"([0-9a-f]{64})\.(tensors|leaves)")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
-_WORKER = re.compile(rf"({_WORD.pattern})-([0-9]{{12}})")
+_WORKER = re.compile(rf"({_WORD.pattern})-(?:([0-9]{{12}})|none)")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 
+#: What a heartbeat may have, and of how many workers of a stream they are read.
+MAX_BEAT_BYTES, MAX_WORKERS = 4096, 10_000
 MAX_FILES = 256
 #: The bytes of all files of a version. The largest tokenizers have a third of it.
 MAX_FILES_BYTES = 128 << 20
@@ -94,10 +96,10 @@ class EpochName(NamedTuple):
 
 
 class WorkerName(NamedTuple):
-    """The heartbeat of ``worker``, which holds ``version``."""
+    """The heartbeat of ``worker``, which holds ``version``, or none yet."""
 
     worker: str
-    version: int
+    version: int | None
 
 
 ObjectName = (
@@ -158,9 +160,9 @@ class StreamNames:
         """A name that sorts before the links to ``version`` and after those to earlier versions."""
         return f"{self.links}/{version:012d}"
 
-    def worker(self, worker: str, version: int) -> str:
+    def worker(self, worker: str, version: int | None) -> str:
         check_word(worker, "a worker")
-        return f"{self.workers}/{worker}-{version:012d}"
+        return f"{self.workers}/{worker}-{'none' if version is None else f'{version:012d}'}"
 
     def epoch(self, epoch: int) -> str:
         return f"{self.epochs}/{epoch:012d}"
@@ -183,7 +185,7 @@ class StreamNames:
         if folder == self.links and (found := _ANCHOR.fullmatch(last)):
             return AnchorName(int(found[1]), int(found[2]))
         if folder == self.workers and (found := _WORKER.fullmatch(last)):
-            return WorkerName(found[1], int(found[2]))
+            return WorkerName(found[1], int(found[2]) if found[2] else None)
         if folder == self.epochs and _NUMBER.fullmatch(last):
             return EpochName(int(last))
         return None
@@ -257,3 +259,11 @@ def payload_digest(name: str) -> str | None:
         _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
     )
     return found[1] if found and _WORD.fullmatch(stream) else None
+
+
+def is_heartbeat(name: str) -> bool:
+    """Whether an object's name, in any stream, is that of a worker's heartbeat."""
+    stream = name.partition("/")[0]
+    return _WORD.fullmatch(stream) is not None and isinstance(
+        StreamNames(stream).parse(name), WorkerName
+    )

@@ -181,6 +181,10 @@ class Publisher(Closing, NotCopyable):
         self._submissions: Submissions[PublishRequest] | None = None
         self._calls = 0
         self._rank = make(self._stream, ranks, settings, folder=folder)
+        if self._rank.first:
+            from ..ops.healing import StuckWorkers
+
+            self._rank.stuck_workers = StuckWorkers(self._stream)
         if settings.keep is not None and self._rank.first:
             from ..ops.gc import Retention
 
@@ -439,7 +443,7 @@ class Publisher(Closing, NotCopyable):
             InputError: An argument is out of range.
             StoreError: The store failed.
         """
-        from ..metrics import wait_for_workers
+        from ..ops.fleet import wait_for_workers
 
         if version is None:
             head = self.head()

@@ -63,6 +63,7 @@ from .request import LocalState, PublishRequest
 if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
     from ..ops.gc import Retention
+    from ..ops.healing import StuckWorkers
     from ..submit import Submission
     from .publisher import PublisherSettings
 
@@ -110,6 +111,8 @@ class RankPublisher:
         self.new = False
         #: Deletes old versions, on rank 0 with ``keep``.
         self.retention: Retention | None = None
+        #: Reads the heartbeats of workers, on rank 0.
+        self.stuck_workers: StuckWorkers | None = None
         self._stream = stream
         self._ranks = ranks
         self._threads = settings.threads
@@ -501,7 +504,9 @@ class RankPublisher:
         anchor = ""
         if state.base is None or request.anchor or self._committer.anchor_due:
             anchor = REQUIRED
-        elif self._committer.wants_anchor(state.patch_bytes, state.layout.nbytes):
+        elif self._committer.wants_anchor(state.patch_bytes, state.layout.nbytes) or (
+            self.stuck_workers and self.stuck_workers.need_anchor()
+        ):
             anchor = WANTED
         # Before the manifest: workers that select tensors read the digests as soon as they see it.
         if state.tree:
