@@ -106,7 +106,10 @@ def damaged_object(world: World, chance: Chance, *, delete: bool = False) -> str
     if delete:
         world.behind.delete(info.name)
     else:
-        world.behind.put(info.name, _flipped(world.behind.get(info.name), chance))
+        data = b""
+        with suppress(PulseError):  # a heartbeat is replaced all the time
+            data = world.behind.get(info.name)
+        world.behind.put(info.name, _flipped(data, chance))
     return f"{kind} {info.name}{_restart(world, chance)}"
 
 
