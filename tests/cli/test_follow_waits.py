@@ -98,6 +98,21 @@ def test_waits_grow_to_a_minute(follow: Follow, tmp_path: Path, rng: Rng) -> Non
     assert follow.waits[-2:] == pytest.approx([60.0, 60.0], rel=0.25)
 
 
+def test_a_store_that_is_away_is_asked_every_four_seconds(
+    follow: Follow, tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of several stores, or one that starts during an outage, waited for up to a minute
+    when they were back."""
+    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])
+
+    def away(*_: object) -> bytes:
+        raise errors.StoreUnavailable("the store is away")
+
+    monkeypatch.setattr(LocalStore, "get", away)
+    assert follow(*[nothing] * 9) == []
+    assert follow.waits[-4:] == pytest.approx([4.0] * 4, rel=0.25)
+
+
 def test_once_waits_for_nothing(follow: Follow, tmp_path: Path, rng: Rng) -> None:
     assert follow.error("--once") == "empty_stream"
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])

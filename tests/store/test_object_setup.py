@@ -264,6 +264,28 @@ def test_a_profile_with_a_process_is_asked_through_boto3(
     assert store.get("a") == b"x"
 
 
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"])
+def test_keys_that_were_replaced_in_the_profile_are_found(
+    no_settings: Path, proxy: Proxy, code: str
+) -> None:
+    """Rotation writes new keys and then deletes the old ones; it ended the processes that had
+    these."""
+
+    def write(key: str) -> None:
+        lines = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n"
+        (no_settings / "credentials").write_text(lines)
+
+    write("old")
+    store = open_store(f"s3://bucket/keys?endpoint={proxy.endpoint}&region=us-east-1")
+    store.put("a", b"x")
+    proxy.add(Rule("answer", times=1, code=code))
+    with pytest.raises(StoreError, match=r"key|expired|valid"):
+        store.get("a")
+    write("new")
+    proxy.add(Rule("answer", times=1, code=code))
+    assert store.get("a") == b"x"
+
+
 def test_a_long_way_is_taken_by_few_requests_and_many_connections(proxy: Proxy) -> None:
     """docs/evidence.md: a small object is stored at once, a long range is read in pieces, side by
     side."""
@@ -314,6 +336,13 @@ def test_an_outage_is_ridden_out_and_logged_once(
     assert store.get("a") == b"x"
     assert caplog.text.count("trying again") == 1
     assert caplog.text.count("works again") == 1
+
+
+def test_a_store_that_is_back_is_asked_again_within_four_seconds() -> None:
+    """obstore's own longest wait between two tries is 15 s."""
+    store: Any = open_store("s3://bucket/run", **KEYS)
+    config = store._lasting.retry_config
+    assert config["backoff"]["max_backoff"] <= timedelta(seconds=4)
 
 
 def test_a_stream_that_can_be_read_again_is_sent_again(proxy: Proxy) -> None:

@@ -28,6 +28,7 @@ from ..errors import (
     InputError,
     PublisherConflict,
     PulseError,
+    StoreUnavailable,
     UnsupportedTensor,
 )
 from ..events import Synced
@@ -66,6 +67,8 @@ from .streams import (
 )
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 60.0
+# A store that is away costs nobody anything, and when it is back workers are to go on soon.
+_MAX_AWAY = 4.0
 _LOOK_SECONDS = 30.0
 _MAX_DIGITS = 16
 
@@ -340,7 +343,10 @@ def keep_on(
             console.note(f"{error} ({error.hint}); retrying")
             # What is missing or damaged is fetched again at each try.
             if not isinstance(error, EmptyStream):
-                time.sleep(backoff.wait())
+                wait = backoff.wait()
+                if isinstance(error, StoreUnavailable):
+                    wait = min(wait, jittered(max(_MAX_AWAY, args.poll)))
+                time.sleep(wait)
                 continue
         if args.once:
             return

@@ -32,13 +32,23 @@ from ..store.base import (
     check_name,
     check_range,
 )
-from .object_errors import Place, explained, is_expired
+from .object_errors import Place, explained, needs_new_keys
 
 T = TypeVar("T")
 _PAGE = 1000
 # Of obstore, within one of our own tries. Until a store has answered once it is more likely to be
 # misconfigured than busy.
-_LIMITS: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
+# Its own longest wait is 15 s: a store that is back would be noticed as late.
+_BACKOFF = {
+    "init_backoff": timedelta(seconds=0.1),
+    "max_backoff": timedelta(seconds=4),
+    "base": 2,
+}
+_LIMITS: dict[str, Any] = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": _BACKOFF,
+}
 _FIRST_LIMITS: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=4)}
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
 # The process that made the first request. obstore's threads, which all stores share, are not in its
@@ -273,7 +283,7 @@ class ObjectStore:
         try:
             return tried() if once else self._patience(tried)
         except StoreError as error:
-            if once or not isinstance(error.__cause__, ob.BaseError) or not is_expired(error):
+            if once or not isinstance(error.__cause__, ob.BaseError) or not needs_new_keys(error):
                 raise
             if not self._open():
                 raise

@@ -59,8 +59,10 @@ def explained(error: BaseException, call: str, name: str, place: Place) -> Pulse
     return StoreUnavailable(f"{where}: {first}")
 
 
-def is_expired(error: PulseError) -> bool:
-    return re.search(_EXPIRED, str(error.__cause__)) is not None
+def needs_new_keys(error: PulseError) -> bool:
+    """Whether other keys may be accepted: these have expired, or were deleted as keys are that are
+    rotated."""
+    return re.search(_REPLACED, str(error.__cause__)) is not None
 
 
 def _reason(error: BaseException) -> str:
@@ -87,6 +89,7 @@ _FULL = (
     "ServiceQuotaExceeded"
 )
 _EXPIRED = "ExpiredToken|TokenRefreshRequired|RequestExpired"
+_REPLACED = f"{_EXPIRED}|InvalidAccessKeyId|InvalidToken"
 _REFUSED = r"status code: 4[0-9][0-9]"
 # Codes and statuses from 400 to 499 after which the same request may succeed.
 _MAY_PASS = (

@@ -1,0 +1,42 @@
+"""The night of incidents: a short one, and what it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.night.__main__ import main, table
+from benchmarks.night.roles import digest_of
+
+
+@pytest.mark.slow
+def test_three_incidents_need_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "night.jsonl"
+    kinds = ["store down", "killed process", "deleted copy of the relay"]
+    options = ["--incidents", "3", "--scale", "0.05", "--seed", "3", "--json", str(found)]
+    assert main([*options, "--keep", str(tmp_path / "kept"), "--kinds", *kinds]) == 0
+    rows = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [row["kind"] for row in rows] == kinds
+    assert not any(row["interventions"] or row["wrong"] for row in rows)
+    assert "| **all** | 3 |" in capsys.readouterr().out
+
+
+def test_the_table_has_a_line_for_each_kind_and_one_for_all() -> None:
+    row = {"interventions": [], "wrong": [], "deaths": [["relay", -9]]} | dict.fromkeys(
+        ("to_store", "from_store"), 2e6
+    )
+    rows = [row | {"kind": "5xx", "seconds": 1.0}, row | {"kind": "hung", "seconds": 61.0}]
+    rows[1]["interventions"] = ["an anchor"]
+    assert table(rows)[2:] == [
+        "| 5xx | 1 | 1.0 s | 1.0 s | 0 | 0 | 0 | 1 | 2, 2 |",
+        "| hung | 1 | 61.0 s | 61.0 s | 1 | 1 | 0 | 1 | 2, 2 |",
+        "| **all** | 2 | 31.0 s | 61.0 s | 1 | 1 | 0 | 2 | 4, 4 |",
+    ]
+
+
+def test_the_oracle_s_digest_is_of_names_and_bytes() -> None:
+    assert digest_of({"b": b"1", "a": b"2"}) == digest_of({"a": b"2", "b": b"1"})
+    assert digest_of({"a": b"1"}) != digest_of({"a": b"2"})
+    assert digest_of({"a": b"1"}) != digest_of({"b": b"1"})
