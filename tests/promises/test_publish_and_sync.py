@@ -6,18 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pulse_rl import (
     Bits,
     Publisher,
     Store,
     Subscriber,
-    audit,
     verify_stream,
 )
 from pulse_rl.errors import InputError
-from pulse_rl.frameworks.torch import apply_
 from tests.support.states import UINTS, WIDTHS, present
 
 from .oracle import STREAM, Trainer, Worker, publish, root_of
@@ -113,29 +110,6 @@ def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
         submitted += [publisher.submit(trainer.step()) for _ in range(4)]
         assert [each.result().version for each in submitted] == list(range(2, 7))
     assert all(not report.problems for report in verify_stream(store, STREAM))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(
-    store: Store, dtype: torch.dtype
-) -> None:
-    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
-    torch.manual_seed(0)
-    weights = {"a": torch.randn(50, 20) * 0.02, "b": torch.randn(300)}
-    live = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in weights.items()}
-    subscriber = Subscriber(store, stream=STREAM)
-    with Publisher(store, stream=STREAM) as publisher:
-        for _ in range(3):
-            for tensor in weights.values():
-                tensor += torch.randn_like(tensor) * 0.001
-            publisher.publish(weights, dtype=names[dtype])
-            update = present(subscriber.sync())
-            apply_(live, update)
-            for name, tensor in weights.items():
-                assert torch.equal(live[name].view(torch.uint8), tensor.to(dtype).view(torch.uint8))
-    assert audit(live, subscriber.root).ok
-    live["b"].view(torch.uint8)[7] ^= 1
-    assert not audit(live, subscriber.root).ok
 
 
 @pytest.mark.parametrize("source", [{"a": "text"}, {"a": Bits(np.zeros(3, np.uint16), "F4")}, 7])

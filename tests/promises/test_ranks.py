@@ -94,7 +94,7 @@ def failing(rank: Rank, folder: str) -> list[str]:
     roots = []
     with ShardedPublisher(store, stream=STREAM, threads=1) as publisher:
         publisher.publish(sharded(0, mesh))
-        for step in range(1, 6):
+        for step in range(1, 11):
             if rank.rank == step % rank.size:
                 store.fail(step - 1)
             try:
@@ -110,10 +110,10 @@ def failing(rank: Rank, folder: str) -> list[str]:
 
 def test_a_rank_whose_store_fails_fails_on_all_and_the_next_try_is_of_all(tmp_path: Any) -> None:
     results = together(failing, 2, str(tmp_path))
-    assert results == [[root(step) for step in range(1, 6)]] * 2
+    assert results == [[root(step) for step in range(1, 11)]] * 2
     reports = list(verify_stream(LocalStore(tmp_path), STREAM))
     assert all(not report.problems for report in reports)
-    assert {report.root for report in reports} == {root(step) for step in range(6)}
+    assert {report.root for report in reports} == {root(step) for step in range(11)}
 
 
 def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str]]:

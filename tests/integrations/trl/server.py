@@ -15,7 +15,9 @@ from tests.support.http import serving_json
 class PretendedServer:
     """``dtype`` is torch's name of what it computes in; ``tag`` its weight version. ``errors`` are
     raised one after another by the handle's syncs, ``refusals`` answered by the server, before what
-    is asked is done."""
+    is asked is done. ``handle`` is the last one that was made."""
+
+    handle: Handle
 
     def __init__(self) -> None:
         self.dtype = "torch.bfloat16"
@@ -23,7 +25,6 @@ class PretendedServer:
         self.errors: list[PulseError] = []
         self.refusals: list[int] = []
         self.requests: list[dict[str, Any]] = []
-        self.handle: Handle | None = None
         self.url = ""
 
     def answer(self, route: str, body: dict[str, Any]) -> Any:
