@@ -316,11 +316,6 @@ def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
     assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
 
 
-def entropy_of(symbols: list[Any]) -> float:
-    counts = np.array([symbols.count(s) for s in set(symbols)])
-    return float((counts * np.log2(len(symbols) / counts)).sum())
-
-
 def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(rng: Rng) -> None:
     old = {n: rng.integers(0x3F00, 0x4100, 400, np.uint16) for n in "ab"}
     new = {
@@ -331,7 +326,7 @@ def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(r
         for exponent in set((old[name] >> 7).tolist()):
             at = old[name] >> 7 == exponent
             steps = (new[name] - old[name])[at]
-            bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
+            bits += entropy((steps != 0).tolist()) + entropy(steps[steps != 0].tolist())
     found = entropy_bound(
         *(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new))
     )

@@ -238,23 +238,10 @@ def small_block(dtype: str) -> tuple[UIntArray, UIntArray]:
 def test_truncations_and_appended_bytes(name: str, dtype: str) -> None:
     chosen, (old, new) = BY_NAME[name], small_block(dtype)
     payload, _ = chosen.encode(old, new, flat(dtype, old))
-    cuts = (
-        range(len(payload)) if len(payload) < 400 else range(0, len(payload), len(payload) // 400)
-    )
-    refused = [
-        decodes_sanely_or_is_refused(chosen, payload[:cut], old, flat(dtype, old)) for cut in cuts
-    ]
+    broken = [payload[:cut] for cut in range(len(payload))] + [payload + b"\0", payload * 2]
+    refused = [decodes_sanely_or_is_refused(chosen, data, old, flat(dtype, old)) for data in broken]
     assert refused[0], "an empty payload has no changes, so nothing that encode makes is empty"
-    decodes_sanely_or_is_refused(chosen, payload + b"\0", old, flat(dtype, old))
-    decodes_sanely_or_is_refused(chosen, payload + payload, old, flat(dtype, old))
-
-
-@pytest.mark.parametrize("name", ["zstd", "raw"])
-def test_the_plane_codecs_refuse_every_truncation_and_leftover(name: str) -> None:
-    chosen, (old, new) = BY_NAME[name], small_block("BF16")
-    payload, _ = chosen.encode(old, new, flat("BF16", old))
-    for broken in [payload[:cut] for cut in range(len(payload))] + [payload + b"\0", payload * 2]:
-        assert decodes_sanely_or_is_refused(chosen, broken, old, flat("BF16", old))
+    assert name not in ("zstd", "raw") or all(refused)
 
 
 @pytest.mark.parametrize(("name", "dtype"), HOSTILE)

@@ -287,22 +287,6 @@ def test_the_sparse_step_is_the_dense_one(
         ]
 
 
-def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
-    """One after another, with one array of counts for all that lie in the block."""
-    summands, how, before = any_summands(rng, 10_000, 3), (3.0, 0.5, 0.8), 77
-    whole = any_state(rng, 10_000, 40)
-    pieces = whole.copy()
-    step_densely(whole, 2.5, 0, summands, how, before)
-    for first, last in ((0, 1), (1, 300), (300, 4100), (4100, 4100), (4100, 10_000)):
-        theta, momentum, residual, start = (array[first:last] for array in pieces[:4])
-        place = before + first, 256, pieces.counts
-        classified = BF16, OCTAVES, np.empty(last - first, np.uint8)
-        sparse_outer_step(
-            theta, momentum, residual, 2.5, start, first, summands, *how, *place, *classified
-        )
-    pieces.same(whole)
-
-
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
 @pytest.mark.parametrize("elements", COUNTS)
 def test_sums_are_those_of_the_dense_way(
@@ -316,13 +300,6 @@ def test_sums_are_those_of_the_dense_way(
         np.testing.assert_array_equal(found, np.flatnonzero(total))
         np.testing.assert_array_equal(sums.view(np.uint32), total[found].view(np.uint32))
         assert (found.dtype, sums.dtype) == (np.uint32, np.float32)
-
-
-def test_sums_are_added_in_order() -> None:
-    at = np.uint32([5])
-    values = [np.float32([x]) for x in (1e8, 1.0, -1e8)]
-    assert [s.tolist() for s in sum_entries([(at, v) for v in values], 9)] == [[], []]
-    assert sum_entries([(at, values[k]) for k in (0, 2, 1)], 9)[1].tolist() == [1.0]
 
 
 def test_positions_are_checked_before_a_sum_changes() -> None:

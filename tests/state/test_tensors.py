@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.state.tensors import TensorSpec
 from tests.support.arrays import misaligned
@@ -288,18 +288,3 @@ def test_tensors_at_odd_addresses_are_copied(
         assert (read.ctypes.data == raw.ctypes.data) == (offset == 0)
         np.testing.assert_array_equal(read, given)
         assert state.aliases == {"tied": "a"}
-
-
-def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator, store: MemoryStore) -> None:
-    """All the way through the kernels of publisher and subscriber."""
-    states = []
-    for given in (bits(rng, "BF16", 5000), bits(rng, "BF16", 5000)):
-        given.array[50:] = 7
-        states.append(
-            {"w": torch.frombuffer(misaligned(given.array).view(np.uint8), dtype=torch.bfloat16)}
-        )
-    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
-    for state in states:
-        publisher.publish(state)
-        subscriber.sync()
-        assert subscriber.root == state_root(state) == state_root({"w": state["w"].clone()})

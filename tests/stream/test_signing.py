@@ -13,6 +13,8 @@ from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
+from tests.support.checkpoints import write_checkpoint
+from tests.support.commands import Pulse
 from tests.support.states import present, taken
 
 STATE = {"w": np.arange(1000, dtype=np.float32)}
@@ -115,30 +117,20 @@ def test_keys_are_kept_in_files(tmp_path: Path, signer: Signer) -> None:
             TrustedKeys(keys)
 
 
-def test_the_command_line_signs_and_trusts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from pulse_rl.cli import main
-    from pulse_rl.follow.checkpoint import save
-    from pulse_rl.state.tensors import State
-
-    save(tmp_path / "w.safetensors", State.of(STATE))
-    store = str(tmp_path / "store")
-    assert main(["keygen", str(tmp_path / "key")]) == 0
-    key = capsys.readouterr().out.strip()
-    assert main(["keygen", str(tmp_path / "key")]) == 1
-    publish = ["publish", str(tmp_path / "w.safetensors"), store, "--stream", "s"]
-    follow = ["follow", store, "--stream", "s", "--once", "--out"]
-    assert main([*publish, "--sign-key", str(tmp_path / "key")]) == 0
-    assert (
-        main([*follow, str(tmp_path / "a"), "--trust", key, "--cache", str(tmp_path / "cache")])
-        == 0
-    )
-    assert main(["verify", store, "--stream", "s", "--trust", key]) == 0
-    assert main(publish) == 1
-    assert "is signed (Give the key" in capsys.readouterr().err
+def test_the_command_line_signs_and_trusts(tmp_path: Path, pulse: Pulse) -> None:
+    write_checkpoint(tmp_path / "w.safetensors", STATE)
+    store = tmp_path / "store"
+    key = pulse("keygen", tmp_path / "key").strip()
+    pulse("keygen", tmp_path / "key", status=1)
+    publish = ("publish", tmp_path / "w.safetensors", store, "--stream", "s")
+    follow = ("follow", store, "--stream", "s", "--once", "--out")
+    pulse(*publish, "--sign-key", tmp_path / "key")
+    pulse(*follow, tmp_path / "a", "--trust", key, "--cache", tmp_path / "cache")
+    pulse("verify", store, "--stream", "s", "--trust", key)
+    pulse(*publish, status=1)
+    assert "is signed (Give the key" in pulse.err
     Publisher(store, stream="s").publish({"w": STATE["w"] + 1})  # a stranger
-    assert main([*follow, str(tmp_path / "b"), "--trust", key]) == 0
+    pulse(*follow, tmp_path / "b", "--trust", key)
     assert state_root(tmp_path / "b") == state_root(STATE)
-    assert main(["verify", store, "--stream", "s", "--trust", key]) == 1
-    assert main(["verify", store, "--stream", "s"]) == 0
+    pulse("verify", store, "--stream", "s", "--trust", key, status=1)
+    pulse("verify", store, "--stream", "s")

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from torch import bfloat16, float32, full, int16, zeros
+from torch import bfloat16, float32, int16, zeros
 
 from pulse_rl import LocalStore, Publisher, State
-from pulse_rl.cli import main
 from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
 from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.study import study
 from tests.support.checkpoints import write_checkpoint
-from tests.support.states import Rng, Tensors, history, mutated, publish_each
+from tests.support.commands import Pulse
+from tests.support.states import Rng, Tensors, history, publish_each
 
 
 def save_sharded(folder: Path, state: Tensors) -> None:
@@ -162,17 +162,8 @@ def test_a_stream_of_one_version_or_of_two_models_is_refused(
 # -- the command
 
 
-def pulse(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> str:
-    found = main(["study", *map(str, args)])
-    out, err = capsys.readouterr()
-    assert found == status, out + err
-    return out if status == 0 else err
-
-
-def test_the_command_ends_with_the_three_numbers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = pulse(capsys, folder, "--step-seconds", "10").splitlines()
+def test_the_command_ends_with_the_three_numbers(folder: Path, pulse: Pulse) -> None:
+    lines = pulse("study", folder, "--step-seconds", "10").splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["sparsity", "bytes", "bandwidth"]
     assert "90% utilization at 10 s per step" in lines[-1]
     assert "6 states (step-7.safetensors … step-12)" in lines[0]
@@ -183,28 +174,22 @@ def publish_all(folder: Path, states: list[Tensors]) -> None:
     publish_each(Publisher(LocalStore(folder), stream="policy"), states)
 
 
-def test_the_command_prints_the_study_as_json(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "f8_e4m3")
+def test_the_command_prints_the_study_as_json(folder: Path, pulse: Pulse) -> None:
+    out = pulse("study", folder, "--json", "--k", "5", "2", "--dtype", "f8_e4m3")
     assert out.count("\n") == 1
     assert json.loads(out) == study(folder, ks=(2, 5), dtype="F8_E4M3")
     assert {row["k"] for row in json.loads(out)["rows"]} == {2, 5}
 
 
-def test_the_command_studies_a_stream(
-    tmp_path: Path, states: list[Tensors], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_studies_a_stream(tmp_path: Path, states: list[Tensors], pulse: Pulse) -> None:
     publish_all(tmp_path, states[:3])
-    found = json.loads(pulse(capsys, tmp_path, "--stream", "policy", "--json"))
+    found = pulse.json("study", tmp_path, "--stream", "policy")
     assert found["source"] == f"{tmp_path} stream policy"
     assert [row["k"] for row in found["rows"]] == [1, 2]
 
 
-def test_the_command_writes_a_report(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pulse(capsys, folder, "-o", tmp_path / "report.html")
+def test_the_command_writes_a_report(folder: Path, tmp_path: Path, pulse: Pulse) -> None:
+    pulse("study", folder, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
     assert page.lower().startswith("<!doctype html>")
     assert "step-7" in page or str(folder) in page
@@ -214,35 +199,6 @@ def test_the_command_writes_a_report(
     "wrong",
     [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"]],
 )
-def test_the_command_refuses_with_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]
-) -> None:
-    assert pulse(capsys, folder, *wrong, status=1).count("\n") == 1
-
-
-def test_a_tensor_that_never_changes_is_all_sparse(
-    tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
-) -> None:
-    frozen = {"frozen": full((10,), 2.0, dtype=bfloat16)}
-    for i in range(3):
-        save_file(
-            {**frozen, "w": full((10,), float(i), dtype=bfloat16)}, tmp_path / f"{i}.safetensors"
-        )
-    found = json.loads(pulse(capsys, tmp_path, "--json"))
-    assert [(t["name"], t["sparsity"]) for t in found["tensors"] if t["k"] == 1] == [
-        ("frozen", 1.0),
-        ("w", 0.0),
-    ]
-
-
-def test_mutations_are_counted_exactly(tmp_path: Path, rng: Rng) -> None:
-    states = [history(rng, 1)[0]]
-    for density in (0.0, 0.01, 1.0):
-        states.append(mutated(rng, states[-1], density))
-    for i, state in enumerate(states):
-        write_checkpoint(
-            tmp_path / f"{i}.safetensors", {n: b for n, b in state.items() if b.dtype == "BF16"}
-        )
-    pairs = study(tmp_path, ks=(1,))["pairs"]
-    elements = sum(b.array.size for b in states[0].values() if b.dtype == "BF16")
-    assert [p["changed"] for p in pairs] == [0, int(np.ceil(elements * 0.01)), elements]
+def test_the_command_refuses_with_one_line(folder: Path, pulse: Pulse, wrong: list[Any]) -> None:
+    pulse("study", folder, *wrong, status=1)
+    assert pulse.err.count("\n") == 1

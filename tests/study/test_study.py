@@ -135,12 +135,6 @@ def test_k_step_sparsity_is_that_of_whole_arrays(rng: Rng, dtype: str, lr: float
             assert layer["sparsity_max"] == 1 - min(summed) / max(layer["elements"], 1)
 
 
-@pytest.mark.parametrize("name", ["f8_e4m3", "F8_e4M3"])
-def test_the_compute_dtype_is_called_in_any_letter_case(rng: Rng, name: str) -> None:
-    states = [State.of(s) for s in masters(rng, 3)]
-    assert studied(states, dtype=name) == studied(states, dtype="F8_E4M3")
-
-
 def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_was_touched(
     rng: Rng,
 ) -> None:

@@ -1,18 +1,69 @@
-"""Servers for tests of the HTTP store: a folder that is served and written, and one that answers as
-a test says."""
+"""HTTP servers of tests: ones that answer as a test says, and a folder that is served and
+written."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pulse_rl import LocalStore
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.stores.http import HttpStore
+
+
+@contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """The address of a server that answers each request so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_one_request(self) -> None:
+            self.raw_requestline = self.rfile.readline(65537)
+            if not self.raw_requestline:
+                self.close_connection = True
+            elif self.parse_request():
+                answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def send(request: BaseHTTPRequestHandler, status: int, body: bytes = b"", **headers: str) -> None:
+    request.send_response(status)
+    for name, value in {"Content_Length": str(len(body)), **headers}.items():
+        request.send_header(name.replace("_", "-"), value)
+    request.end_headers()
+    if request.command != "HEAD":
+        request.wfile.write(body)
+
+
+def serving_json(answer: Callable[[str, Any], tuple[int, Any]]) -> AbstractContextManager[str]:
+    """The address of a server. ``answer`` gets a path and the JSON of the body, None without one.
+    It returns a status and what is sent: bytes as they are, anything else as JSON."""
+
+    def respond(request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        status, found = answer(request.path, json.loads(body) if body else None)
+        send(request, status, found if isinstance(found, bytes) else json.dumps(found).encode())
+
+    return serving(respond)
 
 
 class ServedStore:

@@ -4,53 +4,17 @@ its S3 gateway."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.http import send as send
+from tests.support.http import serving as serving
+
 TOKEN = "hf_secret"
 _PAGE = 50
-
-
-@contextmanager
-def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """The address of a server that answers each request so."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def handle_one_request(self) -> None:
-            self.raw_requestline = self.rfile.readline(65537)
-            if not self.raw_requestline:
-                self.close_connection = True
-            elif self.parse_request():
-                answer(self)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def send(request: BaseHTTPRequestHandler, status: int, body: bytes = b"", **headers: str) -> None:
-    request.send_response(status)
-    for name, value in {"Content_Length": str(len(body)), **headers}.items():
-        request.send_header(name.replace("_", "-"), value)
-    request.end_headers()
-    if request.command != "HEAD":
-        request.wfile.write(body)
 
 
 def repository(folder: Path) -> Callable[[BaseHTTPRequestHandler], None]:

@@ -61,12 +61,6 @@ def test_its_baseline_moves_only_after_the_commit(rng: Rng) -> None:
     assert [r.problems for r in verify_stream(store, "s")] == [()] * 3
 
 
-def test_an_empty_patch_stays_a_patch(rng: Rng) -> None:
-    state, publisher = noise(rng), Publisher(MemoryStore(), stream="s")
-    publisher.publish(state)
-    assert publisher.publish(state).changed == 0
-
-
 def test_a_version_without_a_patch_is_reached_by_its_own_anchor() -> None:
     """A newcomer once fetched every anchor of a stream without patches, the oldest first."""
     store, weights = Counted(), np.zeros(1000, np.float32)

@@ -269,15 +269,6 @@ def test_a_cast_state_is_a_state_like_another(rng: Rng) -> None:
     assert notices(events) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16"])
-def test_a_dtype_has_several_names(dtype: Any, rng: Rng) -> None:
-    wide = {"w": rng.standard_normal(300, np.float32)}
-    with Publisher(MemoryStore(), stream="s") as publisher:
-        root = publisher.publish(wide, dtype="BF16").root
-        again = publisher.submit(wide, dtype=dtype).result()
-    assert (again.root, again.changed) == (root, 0)
-
-
 NONE_TO_COMPUTE_IN = [torch.float32, torch.int8, torch.float8_e4m3fnuz]
 
 

@@ -36,7 +36,7 @@ class Generating(Engine):
         self.tells = True
         self.off = 0.0
         self.requests: list[dict[str, Any]] = []
-        self.handle: EngineHandle | None = None
+        self.handle = EngineHandle._on(self, InitInfo("s", "policy"), "keep", 5.0)
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
         if action == "stage" and version is not None and version >= (self.live or 0):
@@ -51,7 +51,7 @@ class Generating(Engine):
         tags: list[tuple[str, int]] = []
         moves, self.moves = self.moves, {}
         for index in range(sampling["max_tokens"]):
-            if index in moves and self.handle is not None:
+            if index in moves:
                 self.handle.sync(moves[index])
             if not tags or tags[-1][0] != str(self.live):
                 tags.append((str(self.live), index))
@@ -63,13 +63,10 @@ class Generating(Engine):
 
 @pytest.fixture
 def engine() -> Generating:
-    made = Generating()
-    made.handle = EngineHandle._on(made, InitInfo("s", "policy"), "keep", 5.0)
-    return made
+    return Generating()
 
 
 def test_a_record_has_the_weights_of_each_token(engine: Generating, tmp_path: Path) -> None:
-    assert engine.handle is not None
     engine.moves = {2: 4}
     made = engine.handle.generate(PROMPT, {**GREEDY, "top_p": None})
     assert made.weights == (Weights(0, root(0), 0), Weights(4, root(4), 2))
@@ -85,7 +82,6 @@ def test_a_record_has_the_weights_of_each_token(engine: Generating, tmp_path: Pa
 
 
 def test_what_is_sampled_gets_a_seed_that_is_noted(engine: Generating) -> None:
-    assert engine.handle is not None
     made = engine.handle.generate(PROMPT, {"max_tokens": 2})
     assert made.seed == engine.requests[-1]["seed"] is not None
     assert engine.handle.generate(PROMPT, {"max_tokens": 2}, seed=7).seed == 7
@@ -97,7 +93,6 @@ def test_what_is_sampled_gets_a_seed_that_is_noted(engine: Generating) -> None:
 def test_an_engine_that_does_not_tell_has_versions_at_the_start_and_the_end(
     engine: Generating,
 ) -> None:
-    assert engine.handle is not None
     engine.tells = False
     assert engine.handle.generate(PROMPT, GREEDY).weights == (Weights(0, root(0), 0),)
     engine.moves = {2: 4}
@@ -107,14 +102,12 @@ def test_an_engine_that_does_not_tell_has_versions_at_the_start_and_the_end(
 
 
 def test_weights_that_nobody_has_synced_are_no_version(engine: Generating) -> None:
-    assert engine.handle is not None
     engine.live = 8  # by another handle
     with pytest.raises(EngineError, match="tag '8', no known version of 'policy'"):
         engine.handle.generate(PROMPT, GREEDY)
 
 
 def test_a_replay_goes_to_each_version_and_compares_every_bit(engine: Generating) -> None:
-    assert engine.handle is not None
     sampled = engine.handle.generate(PROMPT, {"max_tokens": 4})
     engine.moves = {2: 4}
     moved = engine.handle.generate(PROMPT, GREEDY)
@@ -135,7 +128,6 @@ def test_a_replay_goes_to_each_version_and_compares_every_bit(engine: Generating
 
 
 def test_what_cannot_be_generated_again_is_said(engine: Generating) -> None:
-    assert engine.handle is not None
     made = engine.handle.generate(PROMPT, {"max_tokens": 4})
     moved = replace(made, weights=(made.weights[0], Weights(1, root(1), 2)))
     penalized = replace(moved, sampling={**GREEDY, "presence_penalty": 1.0})
@@ -157,7 +149,6 @@ def test_what_cannot_be_generated_again_is_said(engine: Generating) -> None:
 
 
 def test_what_is_no_record_is_refused_with_its_line(engine: Generating, tmp_path: Path) -> None:
-    assert engine.handle is not None
     file, made = tmp_path / "r.jsonl", engine.handle.generate(PROMPT, GREEDY)
     facts = json.loads(made.to_json())
     wrong = [

@@ -16,7 +16,7 @@ import torch
 import pulse_rl
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber
 from pulse_rl.engines import node as nodes
-from pulse_rl.engines.live import Journal, LiveWeights
+from pulse_rl.engines.live import Journal
 from pulse_rl.engines.node import Node, Staging
 from pulse_rl.engines.session import Session
 from pulse_rl.engines.transport import InitInfo
@@ -24,21 +24,6 @@ from pulse_rl.errors import InputError, StateMismatch, StreamRecreated, Untruste
 from tests.support.states import present
 
 from .world import Model, World, stage
-
-
-def test_updates_are_sparse_from_the_checkpoint_on(world: World, session: Session) -> None:
-    for number in range(1, 5):
-        world.update(session)
-        report = session.report
-        assert (report["version"], report["previous"], report["full"]) == (
-            number,
-            number - 1,
-            False,
-        )
-        assert (report["audit_seconds"] is not None) == (number == 1)
-        assert world.live()
-    session.update(None)
-    assert session.audit() == []
 
 
 def test_the_first_update_is_sparse_for_tied_tensors_too(world: World, session: Session) -> None:
@@ -75,41 +60,6 @@ def test_many_versions_are_one_update(world: World, session: Session) -> None:
     session.update(None)
     assert (session.report["previous"], session.report["full"]) == (0, False)
     assert world.live()
-
-
-def test_a_failed_update_leaves_the_bits_and_the_version(
-    world: World, monkeypatch: pytest.MonkeyPatch, session: Session
-) -> None:
-    world.update(session)
-    before = [weight.clone() for weight in world.model.parameters()]
-    world.step_staged(session)
-    put, calls = LiveWeights.put, []
-
-    def failing(self: LiveWeights, change: Any) -> None:
-        calls.append(change)
-        if len(calls) == 2:
-            raise RuntimeError("lost")
-        put(self, change)
-
-    monkeypatch.setattr(LiveWeights, "put", failing)
-    with pytest.raises(PulseError, match="lost"):
-        session.update(None)
-    assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
-    assert session.live_version == 1
-    session.update(None)
-    assert (session.live_version, world.live()) == (2, True)
-
-
-def test_a_difference_is_named_and_the_next_update_writes_all(world: World) -> None:
-    session = world.session()
-    world.update(session)
-    world.model.fused.data.view(torch.int16)[5, 1] ^= 1
-    assert session.audit() == ["up"]
-    with pytest.raises(InputError, match="no version is live"):
-        session.audit()
-    session.update(None)
-    assert session.report["full"]
-    assert (world.live(), session.audit()) == (True, [])
 
 
 def test_an_update_that_does_not_lead_to_the_version_is_undone(world: World) -> None:

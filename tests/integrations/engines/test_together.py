@@ -16,10 +16,8 @@ from pulse_rl.engines.transport import InitInfo
 from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import EngineError, InputError, StoreUnavailable
 
-from .test_handle import Engine, handle_on
+from .test_handle import NO_ROUTE, Engine, handle_on
 from .world import Model, World
-
-NO_ROUTE = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
 
 
 def test_all_engines_stage_before_any_switches() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore, Publisher, Signer, Store, checkout, verify_stream
 from pulse_rl._util.threads import running
-from pulse_rl.errors import InputError, PublisherConflict, RankLost, StoreUnavailable, StreamError
+from pulse_rl.errors import InputError, PublisherConflict, RankLost, StreamError
 from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.patch import build as build_module
@@ -27,7 +27,6 @@ from pulse_rl.sharding import rank as sharded_module
 from pulse_rl.store.base import Data
 from pulse_rl.sync import rank as rank_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
-from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together
 
 pytestmark = pytest.mark.slow
@@ -235,31 +234,6 @@ def test_a_rank_that_stands_still_is_not_waited_for() -> None:
     side_by_side(
         {place: Group(stopped, 2, place, lost=(0,)) for place in ("make_pending", "hash_shared")}
     )
-
-
-def failing(trainer: Trainer) -> None:
-    """What fails on one rank fails on all; the next call goes on where they were."""
-    trainer.connect("failing")
-    plain = LocalStore(trainer.folder / "store")
-    model = sharded(trainer, trainer.size, 0)
-    store = FaultyStore(plain)
-    with publishing(store) as (publisher, events):
-        publisher.publish(model.state_dict())
-        for kind, where, rank in (("put", "payloads", 1), ("put_new", "versions", 0)):
-            step(model.state_dict(), 1)
-            if trainer.rank == rank:
-                store.fail_on(kind, where)
-            with pytest.raises(StoreUnavailable):
-                publisher.publish(model.state_dict())
-        published = publisher.publish(model.state_dict())
-        assert published.version in (1, 2)
-        assert published.changed is not None
-        assert resumed(events) == []
-        require_equal(followed(plain), gathered(model.state_dict()), published)
-
-
-def test_what_fails_on_one_rank_fails_on_all() -> None:
-    together(failing, 2)
 
 
 def interrupted(trainer: Trainer) -> None:

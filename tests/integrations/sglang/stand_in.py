@@ -5,13 +5,9 @@ tests/engines_sglang shows.
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +15,7 @@ import pytest
 import torch
 
 from pulse_rl.engines.sglang import LOADER, load, plugin
+from tests.support.http import serving_json
 
 _RUNTIME = "sglang.srt.runtime_context"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -174,34 +171,11 @@ def told(success: bool, message: str) -> tuple[int, Any]:
     return 200 if success else 400, {"success": success, "message": message}
 
 
-@contextmanager
-def serving(engine: StandIn) -> Iterator[str]:
+def serving(engine: StandIn) -> AbstractContextManager[str]:
     """The URL at which ``engine`` answers."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            route = getattr(engine, self.path[1:].partition("?")[0], None)
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, answer = (
-                route(json.loads(body) if body else None)
-                if route
-                else (404, {"detail": "Not Found"})
-            )
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        route = getattr(engine, path[1:].partition("?")[0], None)
+        return route(body) if route else (404, {"detail": "Not Found"})
 
-        do_GET = do_POST = answer  # noqa: N815
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return serving_json(answer)

@@ -3,21 +3,21 @@ it."""
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pulse_rl import PulseError, Subscriber
 from pulse_rl.engines.handle import EngineSync
+from tests.support.http import serving_json
 
 
 class PretendedServer:
     """``dtype`` is torch's name of what it computes in; ``tag`` its weight version. ``errors`` are
     raised one after another by the handle's syncs, ``refusals`` answered by the server, before what
-    is asked is done."""
+    is asked is done. ``handle`` is the last one that was made."""
+
+    handle: Handle
 
     def __init__(self) -> None:
         self.dtype = "torch.bfloat16"
@@ -25,7 +25,6 @@ class PretendedServer:
         self.errors: list[PulseError] = []
         self.refusals: list[int] = []
         self.requests: list[dict[str, Any]] = []
-        self.handle: Handle | None = None
         self.url = ""
 
     def answer(self, route: str, body: dict[str, Any]) -> Any:
@@ -88,31 +87,10 @@ class Handle:
 
 @contextmanager
 def listening(server: PretendedServer) -> Iterator[PretendedServer]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            refused = server.refusals.pop(0) if server.refusals else 200
-            found = (
-                {"error": "no"}
-                if refused != 200
-                else server.answer(self.path[1:], json.loads(body or b"{}"))
-            )
-            self.send_response(refused)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if server.refusals:
+            return server.refusals.pop(0), {"error": "no"}
+        return 200, server.answer(path[1:], body or {})
 
-        do_POST = do_GET  # noqa: N815
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving_json(answer) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()

@@ -47,7 +47,6 @@ def test_weights_are_published_in_the_server_s_dtype_and_made_live(
 ) -> None:
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy")
     transfer.init_weight_transfer()
-    assert server.handle is not None
     assert server.handle.followed  # a server that is restarted between two syncs catches up
     synced(transfer)
     expected = {"a.weight": WEIGHTS["a.weight"].bfloat16(), "b": WEIGHTS["b"]}
@@ -136,7 +135,6 @@ def test_a_folder_means_the_same_to_a_server_that_runs_elsewhere(
     monkeypatch.chdir(tmp_path)
     transfer = PulseWeightTransfer(server.url, "run", "policy", retry_seconds=0.1)
     synced(transfer)
-    assert server.handle is not None
     assert server.handle.options["store"] == str(tmp_path / "run")
     server.errors = [EmptyStream("nothing was synced")] * 1000
     with pytest.raises(EngineUnavailable, match="finds no version") as refusal:
@@ -176,7 +174,6 @@ def test_what_the_publisher_signs_the_server_trusts(
         server.url, str(tmp_path), "policy", signer=signer, trusted_keys=[other], engine=options
     )
     synced(transfer)
-    assert server.handle is not None
     assert server.handle.options["trusted_keys"] == [signer.public_key, other]
     assert server.handle.options["in_flight"] == "wait"
     assert Publisher(str(tmp_path), stream="policy", signer=signer).head() is not None

@@ -4,10 +4,7 @@ plugin."""
 from __future__ import annotations
 
 import abc
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,41 +13,29 @@ import pytest
 from pulse_rl.engines.vllm import Server
 from pulse_rl.engines.vllm.plugin import require_fixed_places, require_known
 from pulse_rl.errors import EngineError, EngineUnavailable
+from tests.support.http import serving_json
 
 
-class Handler(BaseHTTPRequestHandler):
-    seen: list[tuple[str, Any]]
-    answers: dict[str, tuple[int, Any]]
+class Answers:
+    """What a server was asked, and its answers by path; {} where there is none."""
 
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        type(self).seen.append((self.path, json.loads(body) if body else None))
-        status, answer = type(self).answers.get(self.path.partition("?")[0], (200, {}))
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
 
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *args: object) -> None:
-        pass
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        self.seen.append((path, body))
+        return self.answers.get(path.partition("?")[0], (200, {}))
 
 
 @pytest.fixture
-def handler() -> Iterator[tuple[type[Handler], Server]]:
-    kind = type("Fresh", (Handler,), {"seen": [], "answers": {}})
-    server = HTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield kind, Server(f"http://127.0.0.1:{server.server_port}/", 5.0)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def handler() -> Iterator[tuple[Answers, Server]]:
+    made = Answers()
+    with serving_json(made.answer) as url:
+        yield made, Server(f"{url}/", 5.0)
 
 
-def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]) -> None:
+def test_the_calls_are_those_of_the_routes(handler: tuple[Answers, Server]) -> None:
     kind, server = handler
     kind.answers["/collective_rpc"] = (200, {"results": [{"open": True}]})
     kind.answers["/reset_prefix_cache"] = (200, {"success": False})
@@ -89,7 +74,7 @@ def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]
     ],
 )
 def test_refusals_are_one_line(
-    handler: tuple[type[Handler], Server], status: int, answer: object, words: str, hint: str
+    handler: tuple[Answers, Server], status: int, answer: object, words: str, hint: str
 ) -> None:
     kind, server = handler
     kind.answers["/resume"] = (status, answer)
@@ -106,7 +91,7 @@ def test_a_server_that_is_not_there_may_come_back() -> None:
 
 
 def test_a_server_that_sends_elsewhere_or_speaks_no_json_is_told(
-    handler: tuple[type[Handler], Server],
+    handler: tuple[Answers, Server],
 ) -> None:
     """A redirected POST would arrive as a GET, and look like a route that is missing."""
     kind, server = handler
@@ -178,7 +163,7 @@ def test_what_moves_weights_is_refused() -> None:
 
 
 def test_generations_tell_their_weights_where_the_server_does(
-    handler: tuple[type[Handler], Server],
+    handler: tuple[Answers, Server],
 ) -> None:
     kind, server = handler
     tokens = {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}
