@@ -25,7 +25,7 @@ or with a sharded checkpoint and its index. `python docs/make_commands.py` gener
 
 `pulse follow` and `pulse relay` without `--once` go on for ever. At an error that may pass although
 nobody changes the command they say once what they wait for and try again, after a time that grows
-to a minute. Such errors are `retryable` in [errors](reference/errors.md): a stream or a store's
+to 15 seconds. Such errors are `retryable` in [errors](reference/errors.md): a stream or a store's
 folder that is not there yet (`empty_stream`, `not_found`), a store that is away
 (`store_unavailable`), a full disk (`store_full`), a version that cannot be reached (`chain_gap`).
 All others, such as a store that refuses access (`store`), a manifest that no trusted key has signed

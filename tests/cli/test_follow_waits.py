@@ -91,11 +91,11 @@ def test_a_gap_is_waited_for_until_it_heals(follow: Follow, tmp_path: Path, rng:
     assert follow.waits == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 0.5, 0.5], rel=0.25)
 
 
-def test_waits_grow_to_a_minute(follow: Follow, tmp_path: Path, rng: Rng) -> None:
+def test_waits_grow_to_fifteen_seconds(follow: Follow, tmp_path: Path, rng: Rng) -> None:
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])
     shutil.rmtree(tmp_path / "store" / "policy" / "payloads")
     assert follow(*[nothing] * 9) == []
-    assert follow.waits[-2:] == pytest.approx([60.0, 60.0], rel=0.25)
+    assert follow.waits[-2:] == pytest.approx([15.0, 15.0], rel=0.25)
 
 
 def test_a_store_that_is_away_is_asked_every_four_seconds(

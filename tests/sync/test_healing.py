@@ -150,3 +150,17 @@ class NoHeartbeats(MemoryStore):
             self.asked += 1
             raise StoreUnavailable("away")
         return super().list(folder, start_after)
+
+
+def test_reports_from_before_an_anchor_do_not_count(
+    rng: Rng, pass_time: Callable[[float], None]
+) -> None:
+    store, trainer = MemoryStore(), Trainer(rng)
+    with Publisher(store, stream="s") as publisher:
+        trainer.publish(publisher, 2)
+        reported(store, "stuck", 2)
+        publisher.publish({"w": Bits(trainer.weights, "BF16")}, anchor=True)
+        pass_time(21)
+        assert trainer.publish(publisher) == [0]
+        pass_time(21)
+        assert trainer.publish(publisher)[0] > 0

@@ -66,7 +66,7 @@ from .streams import (
     version_options,
 )
 
-_MIN_WAIT, _MAX_WAIT = 0.1, 60.0
+_MIN_WAIT, _MAX_WAIT = 0.1, 15.0
 # A store that is away costs nobody anything, and when it is back workers are to go on soon.
 _MAX_AWAY = 4.0
 _LOOK_SECONDS = 30.0

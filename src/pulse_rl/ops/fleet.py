@@ -375,6 +375,10 @@ class StuckWorkers:
         self._backoff = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
         self._kinds = {kind for error in BROKEN_LINK for kind in kinds_of(error)}
 
+    def anchored(self) -> None:
+        """An anchor was stored: what workers have reported before it does not count."""
+        self._not_before = max(self._not_before, time.monotonic() + BEAT_SECONDS)
+
     def need_anchor(self) -> bool:
         """Whether the next version should have an anchor for them; at most every 20 seconds the
         store is asked. A store that fails is no reason to stop."""

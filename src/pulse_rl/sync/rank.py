@@ -253,6 +253,8 @@ class RankPublisher:
         # 7. Move the baseline to the committed version.
         manifest = self._advance(manifest)
         self.new = self.new and manifest is None
+        if self.stuck_workers and manifest and manifest.anchor:
+            self.stuck_workers.anchored()
         timer.end("commit")
         return manifest, state
 
