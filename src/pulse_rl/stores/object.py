@@ -36,6 +36,7 @@ from .object_errors import Place, explained, needs_new_keys
 
 T = TypeVar("T")
 _PAGE = 1000
+_FOREIGN_KEY = "foreign key"
 # Of obstore, within one of our own tries. Until a store has answered once it is more likely to be
 # misconfigured than busy.
 # Its own longest wait is 15 s: a store that is back would be noticed as late.
@@ -249,8 +250,14 @@ class ObjectStore:
 
     def _metas(self, folder: str, start_after: str | None) -> Iterator[Any]:
         """What the store says of the objects below a folder, page by page. A listing that breaks
-        begins again after its last page."""
+        begins again after its last page.
+
+        obstore refuses a page with a key that has an empty part, "." or "..": somebody else's.
+        Such keys in the folder itself sort before ours, which begin with a letter or a digit, so
+        the listing begins again behind them. For those that lie deeper each folder is listed alone.
+        """
         after, pages = start_after, None
+        behind = f"{folder}/0".lstrip("/")
 
         def next_page() -> Any:
             nonlocal pages
@@ -259,13 +266,39 @@ class ObjectStore:
                 begun = iter(
                     obstore.list(self._store, folder or None, offset=after, chunk_size=_PAGE)
                 )
-            page = next(begun, None)
+            try:
+                page = next(begun, None)
+            except ob.InvalidPathError:
+                return _FOREIGN_KEY
             pages = begun
             return page
 
+        def one_level() -> Any:
+            try:
+                return obstore.list_with_delimiter(self._store, folder or None)
+            except ob.InvalidPathError as error:
+                said = str(error).partition("\n")[0]
+                raise StoreError(
+                    f"{self._address} has an object that is none of Pulse's: {said}",
+                    hint="Delete that object.",
+                ) from None
+
         while page := self._call("list", folder, next_page):
-            after = page[-1]["path"]
-            yield from page
+            if page != _FOREIGN_KEY:
+                after = page[-1]["path"]
+                yield from page
+            elif after is None or after < behind:
+                after = behind
+            else:
+                found = self._call("list", folder, one_level)
+                level = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+                metas = {meta["path"]: meta for meta in found["objects"]}
+                for name in sorted(level, key=lambda name: name if name in metas else f"{name}/"):
+                    if name not in metas:
+                        yield from self._metas(name, after)
+                    elif name > after:
+                        yield metas[name]
+                return
 
     def delete(self, name: str) -> None:
         check_name(name)
