@@ -15,7 +15,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import InputError
-from tests.support.states import UINTS, WIDTHS, present
+from tests.support.states import UINTS, WIDTHS
 
 from .oracle import STREAM, Trainer, Worker, publish, root_of
 
@@ -83,20 +83,6 @@ def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -
     (alias,) = update.aliases
     assert {alias, update.aliases[alias]} == {"embed", "head"}
     assert np.array_equal(subscriber.state.read("embed"), subscriber.state.read("head"))
-
-
-def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store)
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        worker.sync()
-        publish(publisher, trainer)
-        lost = present(worker.subscriber.sync())
-        for _ in lost:
-            break  # an interrupt in the midst
-        publish(publisher, trainer)
-        update = worker.sync()
-    assert (update.previous, update.version, worker.root) == (0, 2, trainer.root)
 
 
 def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
