@@ -71,8 +71,10 @@ def test_an_endpoint_is_shown_without_its_user() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "marker",
-    ["", "s/", "s/versions/", "s/payloads/", "s/links/"]
-    + ["/x", "s//x", "s/versions//x", "s/payloads//x", "s/links//x", "s-2//x"],
+    [
+        *("", "s/", "s/versions/", "s/payloads/", "s/links/"),
+        *("/x", "s//x", "s/versions//x", "s/payloads//x", "s/links//x", "s-2//x"),
+    ],
 )
 def test_markers_of_folders_and_keys_with_empty_parts_are_passed_over(
     s3: str, pulse: Pulse, monkeypatch: pytest.MonkeyPatch, marker: str
