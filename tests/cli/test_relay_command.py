@@ -11,7 +11,7 @@ import pytest
 
 from pulse_rl import LocalStore, Publisher, Subscriber
 from tests.support.commands import Pulse, at_waits
-from tests.support.running import Running
+from tests.support.running import Running, until
 from tests.support.states import Rng, history, reach, roots
 
 
@@ -52,6 +52,24 @@ def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     pulse.refused(*two, kind="input", match="one stream ID")
     lost = ("relay", "memory://", far, "--stream", "s", "--once")
     pulse.refused(*lost, kind="input", match="memory")
+
+
+def test_a_relay_with_a_name_reports_itself(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    """So the publisher helps one that no path leads on, as it helps a worker."""
+    states, far = history(rng, 3), tmp_path / "far"
+    command = ("relay", far, tmp_path / "near", "--stream", "s", "--once", "--name", "us")
+    with Publisher(LocalStore(far), stream="s", anchor_ratio=1e9) as publisher:
+        for state in states:
+            publisher.publish(state)
+            if publisher.head().version == 0:  # type: ignore[union-attr]
+                pulse(*command)
+        beats = far / "s/workers"
+        (beat,) = beats.iterdir()
+        assert (beat.name, beat.read_bytes()) == ("us-000000000000", b"")
+        for patch in (far / "s/payloads").glob("*.patch"):
+            patch.unlink()
+        pulse(*command, status=1)
+        until(lambda: '"kind": "chain_gap"' in "".join(b.read_text() for b in beats.iterdir()))
 
 
 def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:

@@ -129,6 +129,8 @@ def add_parsers(commands: Any) -> None:
     text = "if a stream is deleted and recreated, or its source goes back in time, copy the new one"
     command.add_argument("--allow-recreated", action="store_true", help=text)
     add_poll(command, "polls of the source", "copy what is there")
+    text = "report in the source which version this relay holds (see status)"
+    command.add_argument("--name", metavar="R", help=text)
 
     command = add_command(commands, "replay", replay, COMMON, TRUST)
     text = "a file of rollout records (docs/replay.md)"
@@ -439,6 +441,8 @@ def relay(args: argparse.Namespace, console: Console) -> None:
             "one stream ID for several streams", hint="Give --stream-id with a single --stream."
         )
     with Monitor(args, console, RELAY, "relay", args.stream) as monitor:
+        if args.name:
+            monitor.beat(Heartbeat(args.source, args.name), leave=not args.once)
         _relay(args, console, monitor)
 
 

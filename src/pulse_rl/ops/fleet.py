@@ -25,7 +25,7 @@ from .._util.serial import Closing
 from .._util.settings import short_int
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StoreError
-from ..events import CallFailed, Event, FallbackUsed, Synced
+from ..events import CallFailed, Event, FallbackUsed, Relayed, Synced
 from ..store import Store, open_store
 from ..store.base import UNREADABLE, ObjectInfo, whole
 from ..stream.names import MAX_BEAT_BYTES, MAX_WORKERS, StreamNames, WorkerName, check_word
@@ -117,8 +117,8 @@ class _Control:
 class Heartbeat(Closing):
     """Report in ``store`` which version a worker holds, that it lives, and why it is stuck.
 
-    A listener for a `Subscriber`. ``pulse status`` shows the reports, and `Publisher.wait_for`
-    waits for them. There is one small object for each worker and stream. A thread writes it again
+    A listener for a `Subscriber` or a `Relay`. ``pulse status`` shows the reports, and
+    `Publisher.wait_for` waits for them. There is one small object for each worker and stream. A thread writes it again
     every 30 seconds, so its time of writing says when the worker was last seen. While the worker
     fails to reach the newest version, the object holds the number of failed calls and the last
     error; the next version, or `beat`, clears them. If the worker cannot write, it logs that once
@@ -152,9 +152,9 @@ class Heartbeat(Closing):
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Synced():
+            case Synced() | Relayed():
                 self.beat(event.stream, event.version)
-            case CallFailed(call="sync"):
+            case CallFailed(call="sync" | "relay"):
                 self._trouble(event, failed=1)
             case FallbackUsed() if not event.link.startswith("file "):  # the weights are right
                 self._trouble(event, failed=0)
