@@ -118,12 +118,12 @@ class Heartbeat(Closing):
     """Report in ``store`` which version a worker holds, that it lives, and why it is stuck.
 
     A listener for a `Subscriber` or a `Relay`. ``pulse status`` shows the reports, and
-    `Publisher.wait_for` waits for them. There is one small object for each worker and stream. A thread writes it again
-    every 30 seconds, so its time of writing says when the worker was last seen. While the worker
-    fails to reach the newest version, the object holds the number of failed calls and the last
-    error; the next version, or `beat`, clears them. If the worker cannot write, it logs that once
-    and goes on. `close` ends the thread and removes the objects: the worker has left. A process
-    forked from the worker's reports nothing.
+    `Publisher.wait_for` waits for them. There is one small object for each worker and stream. A
+    thread writes it again every 30 seconds, so its time of writing says when the worker was last
+    seen. While the worker fails to reach the newest version, the object holds the number of failed
+    calls and the last error; the next version, or `beat`, clears them. If the worker cannot write,
+    it logs that once and goes on. `close` ends the thread and removes the objects: the worker has
+    left. A process forked from the worker's reports nothing.
 
     Args:
         store: The store, or its address. The worker needs the right to write and delete below
