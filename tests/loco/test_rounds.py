@@ -242,19 +242,6 @@ def test_no_hook_is_left_behind() -> None:
     assert loop.round == 1
 
 
-def test_rewind_forgets_the_local_steps() -> None:
-    job = Job()
-    with pulse_loco(job.model, job.optimizer, sync_every=3) as loop:
-        for _ in range(4):
-            job.step(0)
-        kept = flat(loop.residual())
-        loop.rewind()
-        assert (loop.round, loop.inner_step) == (1, 0)
-        with loop.global_weights():
-            assert same(job.weights(), flat(loop.global_state()))
-        assert same(flat(loop.residual()), kept)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**64, -3e38])
 @pytest.mark.parametrize("wire", ["FP32", "BF16", "int2"])
 def test_what_is_not_finite_changes_nothing(value: float, wire: str) -> None:

@@ -152,17 +152,6 @@ def test_a_patch_is_the_same_whatever_the_number_of_threads(rng: Rng) -> None:
     assert len({built(old, new, threads=n).to_bytes() for n in (1, 2, 5)}) == 1
 
 
-def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
-    old = policy(rng) | {"big": weights(rng, 3, MIB)}
-    making: list[int] = []
-    applying: list[int] = []
-    made = built(old, mutated(rng, old), progress=making.append)
-    state, digest = digested(old)
-    apply_patch(parse_patch([made.to_bytes()], digest), state, digest, progress=applying.append)
-    assert sum(making) == sum(applying) == state.nbytes
-    assert len(making) == len(made.header.blocks) > 3
-
-
 @pytest.mark.parametrize("codec_name", codec.CODECS)
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_a_baseline_is_advanced_without_decoding(

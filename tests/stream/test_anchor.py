@@ -124,14 +124,6 @@ def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
     assert max(sizes) <= 8 << 20
 
 
-def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
-    state = State.of(policy(rng))
-    seen: list[int] = []
-    readers = [(payload, reader(data)) for payload, data in shards_of(state, 3000)]
-    whole(readers, state, 1, progress=seen.append)
-    assert sum(seen) == state.nbytes
-
-
 @pytest.mark.slow
 def test_every_flipped_bit_of_a_shard_is_noticed(rng: Rng) -> None:
     """In the header it may be malformed, elsewhere the digest tells; an error of another kind would

@@ -132,5 +132,7 @@ def test_the_command_line_signs_and_trusts(tmp_path: Path, pulse: Pulse) -> None
     Publisher(store, stream="s").publish({"w": STATE["w"] + 1})  # a stranger
     pulse(*follow, tmp_path / "b", "--trust", key)
     assert state_root(tmp_path / "b") == state_root(STATE)
+    pulse("relay", store, tmp_path / "near", "--stream", "s", "--once", "--trust", key)
+    pulse("verify", tmp_path / "near", "--stream", "s")
     pulse("verify", store, "--stream", "s", "--trust", key, status=1)
     pulse("verify", store, "--stream", "s")

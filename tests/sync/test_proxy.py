@@ -16,7 +16,7 @@ from pulse_rl import Publisher, Store, Subscriber, open_store, state_root, verif
 from pulse_rl.errors import AlreadyExists, PublisherConflict, StoreUnavailable
 from pulse_rl.store.base import create_or_confirm
 from tests.support.proxy import Proxy, Rule, proxied
-from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each, reach
+from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each
 from tests.support.stores import KEYS, names, s3_store
 
 pytestmark = pytest.mark.slow
@@ -240,26 +240,3 @@ def test_a_slow_line_only_takes_longer(s3: str, proxy: Proxy, prefix: str, rng: 
     subscriber.sync()
     assert time.monotonic() - started > 0.1, "the proxy did not slow it down"
     assert subscriber.root == state_root(states[0])
-
-
-def test_an_outage_in_the_midst_of_publishing_and_following(
-    s3: str, proxy: Proxy, prefix: str, rng: Rng
-) -> None:
-    """All requests are refused for a while on both sides; then everything goes on where it was."""
-    states = history(rng, 3)
-    publisher = Publisher(through(proxy, prefix), stream="policy", threads=1)
-    subscriber = Subscriber(through(proxy, prefix), stream="policy", threads=1)
-    publisher.publish(states[0], metadata={"step": 0})
-    subscriber.sync()
-    for nth in (1, 2, 3):
-        proxy.heal()
-        proxy.add(Rule("refuse", nth=nth, times=10_000))
-        with pytest.raises(StoreUnavailable):
-            publisher.publish(states[1], metadata={"step": 1})
-        with pytest.raises(StoreUnavailable):
-            subscriber.sync()
-        assert subscriber.root == state_root(states[0])
-    proxy.heal()
-    publisher.publish(states[2], metadata={"step": 2})
-    reach(subscriber, state_root(states[2]))
-    assert all(r.ok for r in verify_stream(s3_store(s3, prefix), "policy"))

@@ -221,15 +221,6 @@ def test_garbage_collection_keeps_the_parts_of_folds(sharded_stream: ShardedStre
     assert not [part for part in parts or () if f"policy/payloads/{part.sha256}.patch" in left]
 
 
-def test_a_relay_and_its_garbage(sharded_stream: ShardedStream) -> None:
-    source, target = sharded_stream.store(), MemoryStore()
-    relay = Relay(source, target, stream="policy", keep=2, threads=1)
-    while relay.sync():
-        pass
-    reader = followed(target)
-    reach(reader, state_root(sharded_stream.states[-1]))
-
-
 def test_garbage_collection_keeps_all_parts(sharded_stream: ShardedStream) -> None:
     store = sharded_stream.store()
     gc_stream(store, "policy", keep=2, grace_seconds=0)
