@@ -45,17 +45,10 @@ def live(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def qwen(tied: bool, seed: int = 0) -> nn.Module:
-    from transformers import (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )  # takes seconds, which a quick run has not
+    # It takes seconds, which a quick run has not.
+    from tests.trainers.support import tiny
 
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = Qwen2Config(
-        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied
-    )
-    return Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+    return tiny(torch.bfloat16, seed, tie_word_embeddings=tied).requires_grad_(False)
 
 
 def train(model: nn.Module, seed: int) -> None:

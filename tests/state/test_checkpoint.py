@@ -27,14 +27,9 @@ from tests.support.states import Rng, all_dtypes, policy, snapshot
 @pytest.fixture(scope="module")
 def qwen() -> Any:
     # It takes seconds, which a quick run has not.
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tests.trainers.support import tiny
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    config = Qwen2Config(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
-    )
-    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+    return tiny(torch.bfloat16, tie_word_embeddings=False)
 
 
 def test_safetensors_loads_what_is_saved(tmp_path: Path, rng: Rng) -> None:

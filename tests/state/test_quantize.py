@@ -23,7 +23,7 @@ from pulse_rl.state.cast import cast
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantized import CONFIGS, FILE
-from tests.support.commands import POLICY
+from tests.support.commands import POLICY, Pulse
 from tests.support.states import Rng, reach
 
 GOLDEN = np.load(FILE)
@@ -255,7 +255,7 @@ def test_the_command_quantizes(
 
 
 def test_a_study_has_codes_and_scales_beside_the_weights(
-    tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, rng: Rng, pulse: Pulse
 ) -> None:
     weight = rng.normal(0, 0.02, (256, 128)).astype(np.float32)
     for step in range(3):
@@ -263,8 +263,7 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
             tmp_path / f"step-{step}.safetensors",
             State.of(layer(weight * np.float32(1 + 1e-4 * step))),
         )
-    assert main(["study", str(tmp_path), "--k", "1", "--quantize", "fp8_block", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = pulse.json("study", tmp_path, "--k", "1", "--quantize", "fp8_block")
     assert [(row["kind"], row["elements"]) for row in found["kinds"]] == [
         ("BF16", weight.size + 128)
     ]
@@ -272,8 +271,7 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
     assert (parts["scales"]["elements"], parts["scales"]["changed"]) == (2, 2), "all weights grow"
     assert (parts["F8_E4M3"]["elements"], parts["BF16"]["elements"]) == (weight.size, 128)
     assert parts["F8_E4M3"]["sparsity"] > found["kinds"][0]["sparsity"]
-    assert main(["study", str(tmp_path), "--k", "1", "--quantize", "fp8_block"]) == 0
-    assert "scales" in capsys.readouterr().out
+    assert "scales" in pulse("study", tmp_path, "--k", "1", "--quantize", "fp8_block")
 
 
 def test_the_kernels_refuse_what_does_not_fit() -> None:

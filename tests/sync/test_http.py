@@ -81,15 +81,6 @@ def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> Non
         reach(worker, roots(states)[3])
 
 
-def test_a_relay_reads_a_server(
-    served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
-) -> None:
-    states = history(rng, 2)
-    publish_each(publisher, states)
-    Relay(served.url, tmp_path / "near", stream="policy").sync()
-    reach(Subscriber(tmp_path / "near", stream="policy", threads=1), roots(states)[1])
-
-
 def test_a_server_that_always_promises_news_is_asked_at_the_poll_s_pace() -> None:
     def promise(head: bytes, peer: object) -> None:
         body = b"policy/versions\n" if head.startswith(b"POST") else b""
