@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Store, verify_stream
-from pulse_rl.errors import ChainGap, PulseError
+from pulse_rl import LocalStore, MemoryStore, Publisher, Store
+from pulse_rl.errors import PulseError
 from tests.support.lying_store import LyingStore
 from tests.support.publishers import FoldingPublisher
 
@@ -103,38 +103,6 @@ def test_a_folder_a_pipe_or_a_link_may_stand_in_the_place_of_any_object(
             make(odd.root / name)
             require_right_bits(odd, now)
             require_goes_on(publisher, odd, trainer)
-
-
-def test_verification_says_what_is_damaged() -> None:
-    store, roots = stream()
-    for name, data in objects(store).items():
-        if "/payloads/" in name:
-            harmed = copied(store, MemoryStore())
-            harmed.put(name, flip(data, Random(1)) or b"")
-            reports = list(verify_stream(harmed, STREAM, threads=1))
-            assert len(reports) == len(roots)
-    for name in [name for name in objects(store) if "/payloads/" in name]:
-        store.delete(name)
-    assert all(report.problems for report in verify_stream(store, STREAM, threads=1))
-
-
-def test_a_lost_patch_is_a_gap_that_an_anchor_closes(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store)
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        worker.sync()
-        root = worker.root
-        before = set(objects(store))
-        publish(publisher, trainer)
-        for name in set(objects(store)) - before:
-            if "/payloads/" in name:
-                store.delete(name)
-        with pytest.raises(ChainGap):
-            worker.sync()
-        assert (worker.subscriber.version, worker.root) == (0, root), "it rests where it was"
-        publish(publisher, trainer, anchor=True)
-        worker.sync()
-    assert (worker.subscriber.version, worker.root) == (2, trainer.root)
 
 
 def test_a_link_that_is_damaged_is_fetched_again(store: Store) -> None:

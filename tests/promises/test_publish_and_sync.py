@@ -6,35 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pulse_rl import (
     Bits,
-    MemoryStore,
-    MultiSubscriber,
     Publisher,
     Store,
     Subscriber,
-    audit,
-    state_root,
     verify_stream,
 )
 from pulse_rl.errors import InputError
-from pulse_rl.frameworks.torch import apply_
 from tests.support.states import UINTS, WIDTHS, present
 
 from .oracle import STREAM, Trainer, Worker, publish, root_of
-
-
-def test_a_worker_that_follows_has_every_version(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store)
-    with Publisher(store, stream=STREAM) as publisher:
-        for version in range(8):
-            (root,) = publish(publisher, trainer)
-            update = worker.sync()
-            assert (update.version, update.root, worker.root) == (version, root, root)
-            assert worker.sync() is None
-    assert state_root(trainer.state) == trainer.root
 
 
 def test_a_newcomer_reaches_every_version_and_the_stream_verifies(store: Store) -> None:
@@ -89,20 +72,6 @@ def test_bits_survive_whatever_they_mean(store: Store) -> None:
             assert worker.root == root_of(state)
 
 
-def test_another_set_of_tensors_arrives(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store)
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer, 2)
-        worker.sync()
-        trainer.state["new.weight"] = Bits(np.arange(50, dtype=np.uint16), "BF16")
-        publish(publisher, trainer)
-        worker.reach(trainer)
-        del trainer.state["layers.0.weight"]
-        trainer.state["embed.weight"] = Bits(np.arange(60, dtype=np.uint16).reshape(6, 10), "BF16")
-        publish(publisher, trainer, 2)
-        worker.reach(trainer)
-
-
 def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -> None:
     first = np.arange(4000, dtype=np.uint16)
     tied = Bits(first, "BF16")
@@ -114,17 +83,6 @@ def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -
     (alias,) = update.aliases
     assert {alias, update.aliases[alias]} == {"embed", "head"}
     assert np.array_equal(subscriber.state.read("embed"), subscriber.state.read("head"))
-
-
-def test_a_patch_costs_a_fraction_of_the_state(store: Store) -> None:
-    trainer = Trainer(elements=100_000)
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        published = publisher.publish(trainer.step(0.004))
-    assert published.anchor_bytes == 0
-    assert 0 < published.patch_bytes < 0.015 * published.dense_bytes
-    assert published.changed is not None
-    assert 0 < published.changed < 0.005 * published.elements
 
 
 def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> None:
@@ -141,34 +99,6 @@ def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> N
     assert (update.previous, update.version, worker.root) == (0, 2, trainer.root)
 
 
-def test_a_worker_begins_with_the_checkpoint_that_it_has(store: Store) -> None:
-    trainer = Trainer()
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        base = dict(trainer.state)
-        published = [publisher.publish(trainer.step()) for _ in range(2)]
-    worker = Worker(store, base=base)
-    worker.tensors = {name: Bits(bits.array.copy(), bits.dtype) for name, bits in base.items()}
-    update = present(worker.sync())
-    assert not update.full
-    assert worker.root == trainer.root
-    assert update.payload_bytes <= sum(each.patch_bytes for each in published)
-
-
-def test_states_are_taken_when_they_are_submitted(store: Store) -> None:
-    trainer, roots, submitted = Trainer(), [], []
-    with Publisher(store, stream=STREAM) as publisher:
-        for _ in range(5):
-            state = trainer.step()
-            roots.append(trainer.root)
-            submitted.append(publisher.submit(state))
-            for bits in state.values():
-                bits.array[...] ^= 1  # the next step is under way
-    assert [each.result().root for each in submitted] == roots
-    assert [each.result().version for each in submitted] == list(range(5))
-    assert all(not report.problems for report in verify_stream(store, STREAM))
-
-
 def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
     """Its first state is the head: the memory that it was copied into is the publisher's from then
     on."""
@@ -180,59 +110,6 @@ def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
         submitted += [publisher.submit(trainer.step()) for _ in range(4)]
         assert [each.result().version for each in submitted] == list(range(2, 7))
     assert all(not report.problems for report in verify_stream(store, STREAM))
-
-
-def test_a_waiting_submission_is_replaced_and_the_last_one_is_committed(store: Store) -> None:
-    trainer = Trainer()
-    with Publisher(store, stream=STREAM) as publisher:
-        submitted = [publisher.submit(trainer.step(), replace=True) for _ in range(9)]
-    assert submitted[-1].result().root == trainer.root
-    worker = Worker(store)
-    worker.reach(trainer)
-    done = [each.result().version for each in submitted if not each.cancelled()]
-    assert done == list(range(len(done)))
-
-
-def test_many_streams_are_followed_together() -> None:
-    store, streams = MemoryStore(), [f"adapter-{k}" for k in range(12)]
-    trainers = [Trainer(k, 600) for k in range(len(streams))]
-    publishers = [Publisher(store, stream=stream, threads=1) for stream in streams]
-    with MultiSubscriber(store, streams, threads=2, poll_seconds=0.05) as fleet:
-        roots: dict[str, str] = {}
-        for _ in range(2):
-            for publisher, trainer in zip(publishers, trainers, strict=True):
-                publish(publisher, trainer)
-            newest = {
-                stream: trainer.root for stream, trainer in zip(streams, trainers, strict=True)
-            }
-            for stream, update in fleet.updates(timeout_seconds=30):
-                roots[stream] = update.root
-                if roots == newest:
-                    break
-            assert roots == newest
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(
-    store: Store, dtype: torch.dtype
-) -> None:
-    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
-    torch.manual_seed(0)
-    weights = {"a": torch.randn(50, 20) * 0.02, "b": torch.randn(300)}
-    live = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in weights.items()}
-    subscriber = Subscriber(store, stream=STREAM)
-    with Publisher(store, stream=STREAM) as publisher:
-        for _ in range(3):
-            for tensor in weights.values():
-                tensor += torch.randn_like(tensor) * 0.001
-            publisher.publish(weights, dtype=names[dtype])
-            update = present(subscriber.sync())
-            apply_(live, update)
-            for name, tensor in weights.items():
-                assert torch.equal(live[name].view(torch.uint8), tensor.to(dtype).view(torch.uint8))
-    assert audit(live, subscriber.root).ok
-    live["b"].view(torch.uint8)[7] ^= 1
-    assert not audit(live, subscriber.root).ok
 
 
 @pytest.mark.parametrize("source", [{"a": "text"}, {"a": Bits(np.zeros(3, np.uint16), "F4")}, 7])

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, audit
 from pulse_rl.errors import PulseError
 from tests.support.states import Live
@@ -41,20 +39,6 @@ def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any, select: Any) 
                 assert root_of(tensors) == root_of(part(trainer))
 
 
-def test_a_part_costs_less_than_the_whole() -> None:
-    store, trainer = MemoryStore(), Trainer()
-    numbers = np.arange(100_000, dtype=np.uint16)
-    # Another dtype: tensors of one dtype may be coded together, and are then fetched together.
-    trainer.state = {f"others.{k}": Bits(numbers + np.uint16(k), "BF16") for k in range(12)}
-    trainer.state["layers.3"] = Bits(numbers, "F16")
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        stores = [CountedStore(store), CountedStore(store)]
-        Subscriber(stores[0], stream=STREAM).sync()
-        selecting(stores[1]).sync()
-    assert 0 < stores[1].count["bytes"] < stores[0].count["bytes"] / 4
-
-
 @pytest.mark.slow
 def test_a_part_is_never_wrong() -> None:
     store, trainer = MemoryStore(), Trainer(elements=600)
@@ -73,10 +57,3 @@ def test_a_part_is_never_wrong() -> None:
             shown += 1
             assert root_of(held(worker)) == root_of(part(trainer))
     assert shown
-
-
-def test_a_part_that_is_not_there_is_refused(store: Any) -> None:
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, Trainer())
-    with pytest.raises(PulseError):
-        Subscriber(store, stream=STREAM, select="nothing.*", threads=1).sync()

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Signer, Store, verify_stream
+from pulse_rl import MemoryStore, Publisher, Signer, Store
 from pulse_rl.errors import PulseError
-from tests.support.publishers import FoldingPublisher
 
 from .oracle import STREAM, Trainer, Worker, copied, objects, publish
 
@@ -23,24 +22,6 @@ def shown(store: Store) -> str | None:
     with suppress(PulseError):
         worker.sync()
     return worker.root if worker.subscriber.version is not None else None
-
-
-def test_what_our_key_has_signed_is_followed(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store, **TRUST)
-    with FoldingPublisher(store, stream=STREAM, signer=OURS, folds=(2,)) as publisher:
-        for _ in range(4):
-            publish(publisher, trainer)
-            worker.reach(trainer)
-    assert shown(store) == trainer.root
-    reports = list(verify_stream(store, STREAM, **TRUST))
-    assert [report.problems for report in reports] == [()] * 4
-
-
-@pytest.mark.parametrize("signer", [None, THEIRS], ids=["unsigned", "another key"])
-def test_what_it_has_not_signed_is_not_shown(store: Store, signer: Signer | None) -> None:
-    with Publisher(store, stream=STREAM, signer=signer) as publisher:
-        publish(publisher, Trainer(), 2)
-    assert shown(store) is None
 
 
 @pytest.mark.parametrize("signer", [None, THEIRS], ids=["unsigned", "another key"])
@@ -81,16 +62,3 @@ def test_an_older_version_cannot_be_shown_as_a_newer_one() -> None:
     for number in (1, 2, 3, 9):
         store.put(first.replace("0" * 12, f"{number:012d}"), store.get(first))
     assert shown(store) == roots[0]
-
-
-def test_a_trainer_that_restarts_over_junk_goes_on_with_its_stream() -> None:
-    """However much of it: what cannot be read is looked at to its end before a stream is begun."""
-    store, trainer = MemoryStore(), Trainer(1)
-    with Publisher(store, stream=STREAM, signer=OURS) as publisher:
-        publish(publisher, trainer, 2)
-    for number in range(2, 602):
-        store.put(f"{STREAM}/versions/{number:012d}.json", b"x")
-    with Publisher(store, stream=STREAM, signer=OURS) as again:
-        assert again.head().version == 1  # type: ignore[union-attr]
-        publish(again, trainer, 1)
-    assert (again.stream_id, shown(store)) == (publisher.stream_id, trainer.root)

@@ -3,17 +3,15 @@ it is."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, gc_stream, verify_stream
+from pulse_rl import MemoryStore, Publisher, Relay, Store, gc_stream, verify_stream
 from pulse_rl.errors import StoreUnavailable
 from tests.support.publishers import FoldingPublisher
 from tests.support.stores import FaultyStore
 
-from .oracle import STREAM, Trainer, Worker, copied, objects, publish
+from .oracle import STREAM, Trainer, Worker, objects, publish
 
 
 def test_one_that_is_far_behind_reads_less_where_there_are_folds(store: Store) -> None:
@@ -109,28 +107,3 @@ def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> No
                 break
             at += 1
     assert at > 2
-
-
-@pytest.mark.parametrize("near", ["empty", "behind", "damaged", "away"])
-def test_a_nearer_store_that_is_no_good_is_passed_by(near: str, tmp_path: Path) -> None:
-    origin, trainer = MemoryStore(), Trainer()
-    nearer = FaultyStore(LocalStore(tmp_path))
-    with Publisher(origin, stream=STREAM) as publisher:
-        publish(publisher, trainer, 2)
-        if near != "empty":
-            copied(origin, nearer.inner)
-        publish(publisher, trainer)
-        if near == "damaged":
-            for name, data in objects(copied(origin, nearer.inner)).items():
-                nearer.inner.put(name, bytes(len(data)) if "/payloads/" in name else data)
-        worker = Worker([nearer, origin])
-        worker.subscriber.patience_seconds = 0
-        for _ in range(3):
-            if near == "away":
-                nearer.fail(0)
-            worker.sync()
-        assert (worker.subscriber.version, worker.root) == (2, trainer.root)
-        publish(publisher, trainer)
-        for _ in range(3):
-            worker.sync()
-        assert (worker.subscriber.version, worker.root) == (3, trainer.root)
