@@ -136,16 +136,6 @@ def test_what_is_remembered_follows_the_versions() -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_reads_every_version() -> None:
-    made = Made(1)
-    for version in range(1, 24):
-        made.publish()
-        newcomer, seen = made.subscriber()
-        newcomer.sync()
-        assert (newcomer.root, detours(seen)) == (made.roots[version], [])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("folds", [(), (2,), (3, 6), (4, 16), (8, 64), (20,)])
 def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
     made = Made(1, folds=folds)

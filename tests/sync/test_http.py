@@ -28,7 +28,7 @@ def publisher(served: FolderServer, tmp_path: Path) -> Publisher:
     return Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
 
 
-def test_two_readers_follow(
+def test_readers_and_a_relay_follow(
     served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
 ) -> None:
     states = history(rng, 5)
@@ -45,6 +45,8 @@ def test_two_readers_follow(
             reach(worker, root)
         update = present(part.sync())
         assert [tensor.spec.name for tensor in update.tensors] in (["embed.weight"], [])
+    Relay(served.url, tmp_path / "near", stream="policy").sync()
+    reach(Subscriber(tmp_path / "near", stream="policy", threads=1), roots(states)[-1])
 
 
 def test_an_idle_worker_makes_a_list_each_poll(

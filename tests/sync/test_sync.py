@@ -134,18 +134,6 @@ def test_what_published_tells(rng: Rng) -> None:
     ]
 
 
-def test_the_baseline_is_the_publishers_own(rng: Rng, store: MemoryStore) -> None:
-    """The trainer goes on writing into the tensors that it published."""
-    state = policy(rng)
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(state)
-    for tensor in state.values():
-        tensor.array.reshape(-1)[0] ^= 1
-    done = publisher.publish(state)
-    assert done.changed == len(state)
-    assert_root(store, state)
-
-
 def assert_root(store: Store, state: Tensors) -> None:
     reach(Subscriber(store, stream="policy"), state_root(state))
 
@@ -176,18 +164,6 @@ def test_anchors_are_placed_by_the_bytes_since_the_last(rng: Rng) -> None:
         since = 0 if done.anchored else since
     assert [d.anchored for d in some[1:]] == expected
     assert 1 < sum(expected) < 11
-
-
-def test_a_newcomer_starts_at_the_last_anchor(rng: Rng) -> None:
-    states = history(rng, 8, density=0.05)
-    store, done = published(states, anchor_ratio=0.3)
-    seen: list[Event] = []
-    Subscriber(store, stream="policy", on_event=seen.append).sync()
-    last = max(d.version for d in done if d.anchored)
-    assert last > 0
-    (synced,) = [e for e in seen if isinstance(e, Synced)]
-    assert synced.links[0] == f"the anchor of version {last}"
-    assert len(synced.links) == 8 - last
 
 
 CHANGES: dict[str, Any] = {
