@@ -4,30 +4,15 @@ for, it waits."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
-from pulse_rl.stores.server import FolderServer
+from pulse_rl import MemoryStore, Publisher, Relay, Subscriber
 from tests.support.relays import Counted
 from tests.support.states import Rng, history, reach, roots
 from tests.support.stores import FaultyStore, requests
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def origin(tmp_path: Path) -> LocalStore:
-    (tmp_path / "origin").mkdir()
-    return LocalStore(tmp_path / "origin")
-
-
-@pytest.fixture
-def served(origin: LocalStore) -> Iterator[FolderServer]:
-    with FolderServer(origin.root) as server:
-        yield server
 
 
 def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng) -> None:

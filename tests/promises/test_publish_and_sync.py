@@ -11,13 +11,11 @@ from pulse_rl import (
     Bits,
     Publisher,
     Store,
-    Subscriber,
     verify_stream,
 )
 from pulse_rl.errors import InputError
-from tests.support.states import UINTS, WIDTHS, present
 
-from .oracle import STREAM, Trainer, Worker, publish, root_of
+from .oracle import STREAM, Trainer, Worker, publish
 
 
 def test_a_newcomer_reaches_every_version_and_the_stream_verifies(store: Store) -> None:
@@ -51,52 +49,6 @@ def test_a_worker_that_was_away_has_each_change_once(store: Store) -> None:
         assert np.all(np.diff(indices) > 0)
         np.testing.assert_array_equal(values, trainer.state[name].array.reshape(-1)[indices])
     assert worker.root == trainer.root
-
-
-def test_bits_survive_whatever_they_mean(store: Store) -> None:
-    rng, worker = np.random.default_rng(3), Worker(store)
-    state = {"empty": Bits(np.zeros((3, 0), np.uint16), "BF16")}
-    for dtype, width in WIDTHS.items():
-        state[dtype] = Bits(
-            rng.integers(0, 1 << 8 * width - 1, (7, 11), dtype=np.uint64).astype(UINTS[width]),
-            dtype,
-        )
-    special = np.array(
-        [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF] * 30, np.uint16
-    )
-    with Publisher(store, stream=STREAM) as publisher:
-        for shift in range(4):
-            state["special"] = Bits(np.roll(special, shift), "BF16")
-            publisher.publish(state)
-            worker.sync()
-            assert worker.root == root_of(state)
-
-
-def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -> None:
-    first = np.arange(4000, dtype=np.uint16)
-    tied = Bits(first, "BF16")
-    with Publisher(store, stream=STREAM) as publisher:
-        published = publisher.publish({"embed": tied, "head": tied})
-        assert published.elements == 4000
-    subscriber = Subscriber(store, stream=STREAM)
-    update = subscriber.sync()
-    (alias,) = update.aliases
-    assert {alias, update.aliases[alias]} == {"embed", "head"}
-    assert np.array_equal(subscriber.state.read("embed"), subscriber.state.read("head"))
-
-
-def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> None:
-    trainer, worker = Trainer(), Worker(store)
-    with Publisher(store, stream=STREAM) as publisher:
-        publish(publisher, trainer)
-        worker.sync()
-        publish(publisher, trainer)
-        lost = present(worker.subscriber.sync())
-        for _ in lost:
-            break  # an interrupt in the midst
-        publish(publisher, trainer)
-        update = worker.sync()
-    assert (update.previous, update.version, worker.root) == (0, 2, trainer.root)
 
 
 def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
