@@ -121,7 +121,10 @@ class RankGroup:
         except RankLost:
             raise  # all ranks lost the group: nobody is left to report to
         except BaseException as error:  # interrupts too: the other ranks wait for a report
-            failure, message = error, b"-" + _error_to_bytes(error)
+            kind = type(error).__name__ if isinstance(error, PulseError) else ""
+            text = str(error) if kind else f"{type(error).__name__}: {error}"
+            said = [kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]
+            failure, message = error, b"-" + json.dumps(said).encode()
         # The message is sent in any case, since the other ranks wait for it.
         try:
             messages = self._all_gather(message)
@@ -131,10 +134,10 @@ class RankGroup:
             # Without this the traceback would refer to itself, and keep what the work held until a
             # collection.
             del failure
-        for rank, said in enumerate(messages):
-            if said[:1] == b"-":
-                raise self.mark_collective(_error_from_bytes(rank, said[1:]))
-        return own, [said[1:] for said in messages]
+        for rank, answer in enumerate(messages):
+            if answer[:1] == b"-":
+                raise self.mark_collective(_error_from_bytes(rank, answer[1:]))
+        return own, [answer[1:] for answer in messages]
 
     def mark_collective(self, error: BaseException) -> BaseException:
         """Mark ``error`` as raised on all ranks, so that the group stays open; return it."""
@@ -210,12 +213,6 @@ class RankGroup:
             raise
 
 
-def _error_to_bytes(error: BaseException) -> bytes:
-    kind = type(error).__name__ if isinstance(error, PulseError) else ""
-    text = str(error) if kind else f"{type(error).__name__}: {error}"
-    return json.dumps([kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]).encode()
-
-
 def _error_from_bytes(rank: int, message: bytes) -> PulseError:
     """The error of another rank, with its class if that is one of this library's."""
     kind, text, hint = json.loads(message)
@@ -250,6 +247,7 @@ class GlooTransport:
         self._group: Any = None
         self._torch: Any = sys.modules.get("torch")
         # 1. A single process has no group.
+        self._dist: Any = getattr(self._torch, "distributed", None)
         dist = self._dist
         if dist is None or not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -344,10 +342,6 @@ class GlooTransport:
             # ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)
-
-    @property
-    def _dist(self) -> Any:
-        return getattr(self._torch, "distributed", None)
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

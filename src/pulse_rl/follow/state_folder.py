@@ -64,9 +64,8 @@ _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
-_ENTRY = struct.Struct(
-    "<QIIQ?7x"
-)  # bytes with this, an element's width, segments, changes, whether all is there
+# The bytes with this, an element's width, segments, changes, whether all is there.
+_ENTRY = struct.Struct("<QIIQ?7x")
 _DONE_AT = 24
 
 

@@ -283,5 +283,3 @@ class PrometheusMetrics:
         if event.versions_behind is not None:
             self._metrics["versions_behind"].labels(*own).set(event.versions_behind)
         self._metrics["lag_seconds"].labels(*own).set(event.lag_seconds)
-
-

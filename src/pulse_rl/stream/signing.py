@@ -102,9 +102,8 @@ class Signer:
                 opened.write(self._key.private_bytes_raw().hex() + "\n")
                 opened.flush()
                 os.fsync(opened.fileno())
-        except (
-            BaseException
-        ) as error:  # an interrupt too: an empty key file would be refused for ever
+        # An interrupt too: an empty key file would be refused for ever.
+        except BaseException as error:
             file.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise disk_error(error, f"write {path}") from error

@@ -233,15 +233,12 @@ class Stream:
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._unreadable, self._unreadable_by_anybody = (
-            UnreadableObjects(on_refused),
-            UnreadableObjects(),
-        )
+        self._unreadable = UnreadableObjects(on_refused)
+        self._unreadable_by_anybody = UnreadableObjects()
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._newest_read: ObjectInfo | None = None
-        self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
         """Read only versions of the stream of ``manifest`` from now on, unless an ID is set
@@ -282,8 +279,6 @@ class Stream:
         unreadable = self._unreadable_by_anybody if anybody else self._unreadable
         read = self._read if anybody else self.manifest
         found = unreadable.first(above, self._listed, read, bounded=known is not None) or known
-        if not anybody:
-            self._accepted = found.version if found else None
         if found is None:
             nothing = (
                 CorruptManifest(f"no version of {self.name!r} can be read and trusted")
@@ -374,7 +369,7 @@ class Stream:
         """Drop the cached manifests, what was listed, and the stream's ID."""
         self.forget_manifests()
         self._unreadable = UnreadableObjects(self._on_refused)
-        self._accepted, self._listed = None, {}
+        self._listed = {}
         self.stream_id = None
 
     def commit(self, manifest: Manifest) -> bool:
@@ -490,9 +485,8 @@ class Stream:
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
                 self.store.expect(name, payload.bytes)
-                data = (
-                    self.store.get(name, 0, payload.bytes) if payload.bytes else b""
-                )  # some stores refuse an empty range
+                # Some stores refuse an empty range.
+                data = self.store.get(name, 0, payload.bytes) if payload.bytes else b""
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(

@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import Alone, RankGroup
@@ -470,12 +469,7 @@ class Publisher(Closing, NotCopyable):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._stream.name!r} in {self._stream.store!r}>"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except PulseError:
