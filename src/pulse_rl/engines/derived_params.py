@@ -47,15 +47,12 @@ class DerivedLayer(Protocol):
         """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All
         workers of an engine call it for the same layers in the same order. Raises
         UnsupportedTensor."""
-        ...
 
     def put_loaded(self) -> None:
         """Gives the live layer parameters of the loaded form, whose memory must not be touched."""
-        ...
 
     def put_live(self) -> None:
         """Gives the layer its live parameters back."""
-        ...
 
 
 class PostLoadLayers:

@@ -111,6 +111,8 @@ class Session:
         self.report: dict[str, Any] = {}
         self._updates = 0
         self._forms = forms
+        #: Whether layers compute with what they derive from the checkpoint.
+        self.derives = bool(forms.layers)
         self._model = model
         self._reloading = reloading
         self._node = node
@@ -146,11 +148,6 @@ class Session:
         if self.live is None or self.live.digest is None or self.live_version is None:
             return None
         return self.live.digest.root
-
-    @property
-    def derives(self) -> bool:
-        """Whether layers compute with what they derive from the checkpoint."""
-        return bool(self._forms.layers)
 
     @property
     def proof(self) -> str:
@@ -201,7 +198,9 @@ class Session:
         everywhere = self._node.gathered(loader_map.unused)
         require_scales_taken(specs, everywhere)
         unused = sorted(set.intersection(*map(set, everywhere)))
-        ties = tied_heads(specs, loader_map, () if self._pools else unused)
+        # Whether the engine has no head: it gives hidden states or scores.
+        pools = getattr(self._model, "is_pooling_model", False)
+        ties = tied_heads(specs, loader_map, () if pools else unused)
         self._require_tied(ties, self.staging.held)
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
@@ -347,11 +346,6 @@ class Session:
     def _require_tied(self, ties: Iterable[tuple[str, str]], version: Version | None) -> None:
         digest = version.digest if version is not None and self._node.leader else None
         self._node.together(lambda: require_tied(ties, digest))
-
-    @property
-    def _pools(self) -> bool:
-        """Whether the engine has no head: it gives hidden states or scores."""
-        return bool(getattr(self._model, "is_pooling_model", False))
 
     @property
     def unused(self) -> tuple[str, ...]:
