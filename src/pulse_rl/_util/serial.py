@@ -61,12 +61,6 @@ class Operation(Call[R]):
                 self.wait(LOOK_SECONDS)
 
 
-class _OwnOperation(Operation[R]):
-    """An operation that its caller runs itself."""
-
-    __slots__ = ()
-
-
 class NotCopyable:
     """An object that refuses copy and pickle, since two copies would work on the same things."""
 
@@ -168,7 +162,7 @@ class SerialThread(NotCopyable):
         try:
             if getattr(running, "operation", None) is not None:
                 return work()
-            operation = _OwnOperation(work)
+            operation = Operation(work)
             operation.run()
         finally:
             self._ident.clear()

@@ -161,10 +161,8 @@ class NumberedUpdates:
                 raise
             self._doubt = str(error)
             return False
-        return (
-            self._subscriber.version is not None
-            and self._subscriber.manifest.metadata.get(self._key) == number
-        )
+        found = self._subscriber
+        return found.version is not None and found.manifest.metadata.get(self._key) == number
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Hint):

@@ -318,13 +318,13 @@ def make_layout(
             holders.setdefault(held.spec.name, {})[rank] = held
     stored: dict[object, list[str]] = {}
     for name, of in holders.items():
-        first = next(iter(of.values()))
+        one = next(iter(of.values()))
         for rank, held in of.items():
-            if held.spec != first.spec:
+            if held.spec != one.spec:
                 raise StateMismatch(
                     f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank "
                     f"{rank}, but "
-                    f"{first.spec.dtype.name} {list(first.spec.shape)} on rank {next(iter(of))}"
+                    f"{one.spec.dtype.name} {list(one.spec.shape)} on rank {next(iter(of))}"
                 )
         # Tied are names that share their memory on every rank that has them, with the same dtype,
         # shape and place.
@@ -332,7 +332,7 @@ def make_layout(
             (rank, held.storage) for rank, held in of.items() if held.storage is not None
         )
         places = tuple((rank, held.box) for rank, held in of.items())
-        key = (first.spec.dtype, first.spec.shape, places, storages) if storages else name
+        key = (one.spec.dtype, one.spec.shape, places, storages) if storages else name
         stored.setdefault(key, []).append(name)
     aliases: dict[str, str] = {}
     names = []
@@ -348,7 +348,13 @@ def make_layout(
     published: dict[str, dict[int, Segment]] = {}
     moved: dict[str, dict[int, SliceSpec]] = {}
     for spec in specs:
-        boxes = _first_replicas({rank: held.box for rank, held in holders[spec.name].items()})
+        # Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
+        # empty tensor.
+        first: dict[SliceSpec, int] = {}
+        for rank, held in holders[spec.name].items():
+            if held.box.elements or (not math.prod(held.box.shape) and not first):
+                first.setdefault(held.box, rank)
+        boxes = {rank: box for box, rank in first.items()}
         published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
@@ -357,16 +363,6 @@ def make_layout(
     digest = sha256(said).hexdigest()
     of_shared = dict(enumerate(shared))
     return ShardedLayout(tuple(specs), aliases, digest, published, moved, of_shared, len(shared))
-
-
-def _first_replicas(boxes: dict[int, SliceSpec]) -> dict[int, SliceSpec]:
-    """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
-    empty tensor."""
-    first: dict[SliceSpec, int] = {}
-    for rank, box in boxes.items():
-        if box.elements or (not math.prod(box.shape) and not first):
-            first.setdefault(box, rank)
-    return {rank: box for box, rank in first.items()}
 
 
 def _as_they_are(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment]:

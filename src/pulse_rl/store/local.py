@@ -193,9 +193,8 @@ class LocalStore:
                         name = f"{folder}/{entry.name}" if folder else entry.name
                         if not is_name(name):  # .DS_Store, .nfs…
                             continue
-                        (
-                            kept.folders if entry.is_dir(follow_symlinks=False) else kept.names
-                        ).append(name)
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        (kept.folders if is_folder else kept.names).append(name)
                 kept.names.sort()
                 if kept.read_ns - info.st_mtime_ns > _SETTLED_NS:
                     self._folders[folder] = kept
@@ -235,12 +234,8 @@ class LocalStore:
             for entry in entries:
                 with suppress(OSError):  # another process removed or finished the file
                     info = entry.stat(follow_symlinks=False)
-                    abandoned = time.time() - info.st_mtime >= older_than
-                    if (
-                        abandoned
-                        and stat.S_ISREG(info.st_mode)
-                        and _UNFINISHED.fullmatch(entry.name)
-                    ):
+                    ours = stat.S_ISREG(info.st_mode) and _UNFINISHED.fullmatch(entry.name)
+                    if ours and time.time() - info.st_mtime >= older_than:
                         os.unlink(entry.path)
                         removed += info.st_size
         return removed

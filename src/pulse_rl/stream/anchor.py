@@ -369,11 +369,8 @@ def _segments_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> li
         raise CorruptCheckpoint(f"{SLICES_KEY} is not an object")
     segments = []
     for spec in specs:
-        segments.append(
-            _segment(spec, slices.pop(spec.name))
-            if spec.name in slices
-            else Segment(spec, 0, spec.elements)
-        )
+        whole = Segment(spec, 0, spec.elements)
+        segments.append(_segment(spec, slices.pop(spec.name)) if spec.name in slices else whole)
     for name in slices:
         raise CorruptCheckpoint(
             f"{SLICES_KEY} speaks of tensor {name[:100]!r}, which the file does not hold"

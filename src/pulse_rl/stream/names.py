@@ -172,11 +172,8 @@ class StreamNames:
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
-        if (
-            folder == self.payloads
-            and (found := _PAYLOAD.fullmatch(last))
-            and found[2] in (PATCH, SHARD, FILE)
-        ):
+        found = _PAYLOAD.fullmatch(last) if folder == self.payloads else None
+        if found and found[2] in (PATCH, SHARD, FILE):
             return PayloadName(found[1], found[2])
         if folder == self.digests and (found := _DIGESTS.fullmatch(last)):
             return DigestsName(found[1], found[2])

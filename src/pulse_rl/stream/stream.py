@@ -189,12 +189,8 @@ class Claims:
                 lambda: whole(self._store, self._names.epoch(epoch), listed[epoch].nbytes),
                 lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
             )
-            if (
-                self._trusted
-                and stream_id
-                and claim.stream_id != stream_id
-                and claim.previous != publisher
-            ):
+            is_other = claim.stream_id != stream_id and claim.previous != publisher
+            if self._trusted and stream_id and is_other:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             if publisher and claim.publisher == publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is the publisher's own")
