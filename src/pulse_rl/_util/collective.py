@@ -150,11 +150,7 @@ class RankGroup:
         An array for this rank itself is passed on. Ranks that exchange with each other call this in
         the same order. Raises RankLost.
         """
-        received = {
-            rank: np.empty(length, np.uint8)
-            for rank, length in lengths.items()
-            if rank != self.rank
-        }
+        received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items()}
         if self.rank in lengths:
             received[self.rank] = sent[self.rank]
         coming = {
@@ -188,10 +184,8 @@ class RankGroup:
         self._step += 1
         # A rank that missed a call is at another step. Without this check its next message would be
         # taken for another call's.
-        heads = [
-            struct.unpack("<QQ", m)
-            for m in self._equal(struct.pack("<QQ", self._step, len(message)))
-        ]
+        announced = self._equal(struct.pack("<QQ", self._step, len(message)))
+        heads = [struct.unpack("<QQ", head) for head in announced]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
             raise RankLost(self._given_up)

@@ -85,11 +85,8 @@ class Selection:
         prove the version with them."""
         files = PatchFiles(stream.parts(link), held.whole)
         names = {spec.name for spec in held.specs}
-        chosen = [
-            k
-            for k, block in enumerate(files.header.cuts)
-            if any(s.spec.name in names for s in block.segments)
-        ]
+        blocks = enumerate(files.header.cuts)
+        chosen = [k for k, block in blocks if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
         tensors = read_digests(stream, manifest.root, len(held.whole))
         return Patch(files.header, payloads, tensors, files.nbytes + len(tensors))

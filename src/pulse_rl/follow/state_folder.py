@@ -459,11 +459,8 @@ class StateFolder:
         """Deletes what processes that were killed have left, but the last state."""
         named = set(self.kept.names) if self.kept else set()
         with suppress(OSError):
-            left = [
-                name
-                for name in os.listdir(self.path)
-                if _OURS.fullmatch(name) and name not in named
-            ]
+            ours = filter(_OURS.fullmatch, os.listdir(self.path))
+            left = [name for name in ours if name not in named]
             left.sort(
                 key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
             )

@@ -106,7 +106,15 @@ class GroupRounds(Meeting):
         group.progress.note(note)
         try:
             # 1. Handshakes: all have one model and the same settings.
-            own = self._handshake(settings)
+            digests = state.digests()
+            own = Handshake(
+                settings=settings,
+                round=trainer.round,
+                root=digests["theta"].root,
+                momentum=digests["momentum"].root,
+                messages=trainer.messages,
+                specs=specs_digest(trainer.parameters.specs, trainer.frozen.specs),
+            )
             gathered = group.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)
             handshakes = [Handshake.parse(data) for data in gathered]
             group.progress.met()
@@ -155,17 +163,6 @@ class GroupRounds(Meeting):
             group.close()
             raise
         self.joined, self.group = True, group
-
-    def _handshake(self, settings: dict[str, object]) -> Handshake:
-        trainer, digests = self._trainer, self._trainer.state.digests()
-        return Handshake(
-            settings=settings,
-            round=trainer.round,
-            root=digests["theta"].root,
-            momentum=digests["momentum"].root,
-            messages=trainer.messages,
-            specs=specs_digest(trainer.parameters.specs, trainer.frozen.specs),
-        )
 
     def _settle_message(self, leader: Handshake) -> None:
         """What was sent in a round whose end this trainer did not see has counted, or stays in the

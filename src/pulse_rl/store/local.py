@@ -162,11 +162,8 @@ class LocalStore:
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
         # A folder whose name sorts before `start_after` still counts if `start_after` lies in it.
         folders = [f"{inner}/" for inner in found.folders]
-        folders = [
-            f
-            for f in folders
-            if start_after is None or f > start_after or start_after.startswith(f)
-        ]
+        if start_after is not None:
+            folders = [f for f in folders if f > start_after or start_after.startswith(f)]
         for name in sorted([*names, *folders]) if folders else names:
             if name.endswith("/"):
                 yield from self._names_below(name[:-1], start_after)

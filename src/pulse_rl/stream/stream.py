@@ -276,12 +276,10 @@ class Stream:
         read = self._read if anybody else self.manifest
         found = unreadable.first(above, self._listed, read, bounded=known is not None) or known
         if found is None:
-            nothing = (
-                CorruptManifest(f"no version of {self.name!r} can be read and trusted")
-                if listed
-                else None
-            )
-            return Head(None, listed, unreadable.error or nothing)
+            error = unreadable.error
+            if listed and error is None:
+                error = CorruptManifest(f"no version of {self.name!r} can be read and trusted")
+            return Head(None, listed, error)
         name = self.names.version(found.version)
         if not anybody and (self._held is None or self._held.name != name):
             # As it was read: the listing may show another object by now.
