@@ -64,13 +64,16 @@ def checked_files(files: object) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     room = MAX_FILES_BYTES
     for name in sorted(files, key=str):
-        given: Any = files[name]
+        given = files[name]
         if not isinstance(name, str) or not isinstance(
             given, bytes | bytearray | memoryview | str | os.PathLike
         ):
             raise InputError(f"file {name!r} must be bytes or a path, not a {type(given).__name__}")
-        is_path = isinstance(given, str | os.PathLike)
-        found[name] = _read(checked_path(given), room) if is_path else bytes(given)
+        found[name] = (
+            _read(checked_path(given), room)
+            if isinstance(given, str | os.PathLike)
+            else bytes(given)
+        )
         room -= len(found[name])
     if flaw := flaw_of((name, len(data)) for name, data in found.items()):
         raise InputError(f"the version {flaw}")
