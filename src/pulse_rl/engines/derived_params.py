@@ -62,6 +62,8 @@ class PostLoadLayers:
     def __init__(self, processed: Sequence[DerivedLayer] = ()) -> None:
         self._processed = processed
         self.layers = [layer for layer in processed if not layer.plain]
+        #: Of all parameters of the loaded form.
+        self.names = frozenset(name for layer in self.layers for name in layer.loaded)
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -75,11 +77,6 @@ class PostLoadLayers:
         finally:
             for layer in reversed(given):
                 layer.put_live()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all parameters of the loaded form."""
-        return frozenset(name for layer in self.layers for name in layer.loaded)
 
 
 @dataclass(slots=True)

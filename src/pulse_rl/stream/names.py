@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InputError, StreamError
@@ -107,39 +106,19 @@ ObjectName = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class StreamNames:
     """The names of the objects of ``stream``; raises InputError for a name that could leave its
     folder."""
 
-    stream: str
-
-    def __post_init__(self) -> None:
-        check_word(self.stream, "a stream")
-
-    @property
-    def versions(self) -> str:
-        return f"{self.stream}/versions"
-
-    @property
-    def payloads(self) -> str:
-        return f"{self.stream}/payloads"
-
-    @property
-    def digests(self) -> str:
-        return f"{self.stream}/digests"
-
-    @property
-    def links(self) -> str:
-        return f"{self.stream}/links"
-
-    @property
-    def epochs(self) -> str:
-        return f"{self.stream}/epochs"
-
-    @property
-    def workers(self) -> str:
-        return f"{self.stream}/workers"
+    def __init__(self, stream: str) -> None:
+        check_word(stream, "a stream")
+        self.stream = stream
+        self.versions = f"{stream}/versions"
+        self.payloads = f"{stream}/payloads"
+        self.digests = f"{stream}/digests"
+        self.links = f"{stream}/links"
+        self.epochs = f"{stream}/epochs"
+        self.workers = f"{stream}/workers"
 
     def version(self, version: int) -> str:
         return f"{self.versions}/{version:012d}.json"

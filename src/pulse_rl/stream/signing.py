@@ -139,11 +139,8 @@ class TrustedKeys:
                 hint="None trusts whoever can write.",
             )
         self._keys = {str(key).lower(): _public_key(str(key)) for key in keys}
-
-    @property
-    def keys(self) -> Collection[str]:
-        """The keys in lower case."""
-        return self._keys.keys()
+        #: The keys in lower case.
+        self.keys: Collection[str] = self._keys.keys()
 
     def check(self, manifest: Manifest) -> None:
         """Raise Untrusted unless one of the keys has signed ``manifest``."""
