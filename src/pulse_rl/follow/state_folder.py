@@ -323,15 +323,8 @@ class StateFolder:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
                 blocks = cut(state.specs)
                 save_history(self.path / name, history, blocks, manifest.root, durable=False)
-            kept = Kept(
-                manifest.stream,
-                manifest.stream_id,
-                manifest.version,
-                manifest.root,
-                dict(manifest.aliases),
-                file,
-                name,
-            )
+            of = (manifest.stream, manifest.stream_id, manifest.version, manifest.root)
+            kept = Kept(*of, dict(manifest.aliases), file, name)
             self._held.add(file)
             unfinished = self.path / f"{_RECORD}.new"
             unfinished.write_bytes(json.dumps({"format": _FORMAT} | kept._asdict()).encode())

@@ -77,12 +77,7 @@ class _Held:
         _, _, errors, since, kind, reason = self.state
         if not kind:
             return b""
-        facts = {
-            "errors": max(errors, 1),
-            "since": round(since, 3),
-            "kind": kind,
-            "reason": reason,
-        }
+        facts = {"errors": max(errors, 1), "since": round(since, 3), "kind": kind, "reason": reason}
         return json.dumps(facts, ensure_ascii=False).encode("utf-8", "replace")
 
 

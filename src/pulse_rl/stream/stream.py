@@ -122,13 +122,8 @@ class Claims:
             newest = self._first(sorted(listed, reverse=True), listed, stream_id if born else "")
             # Unreadable claims keep their numbers: an epoch is never used twice.
             epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
-            claim = Claim(
-                self._names.stream,
-                stream_id,
-                epoch,
-                publisher,
-                newest.publisher if newest else NOBODY,
-            )
+            before = newest.publisher if newest else NOBODY
+            claim = Claim(self._names.stream, stream_id, epoch, publisher, before)
             hit("claim.before")
             # Creation decides between publishers that saw the same list. The slower one lists
             # again.
