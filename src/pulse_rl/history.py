@@ -133,13 +133,7 @@ class HistoryPolicy:
         return Recorder(most_remembered(_nbytes(base, sample)), sample)
 
     def note(
-        self,
-        draft: PublishState,
-        base: Baseline,
-        version: int,
-        nbytes: int,
-        *,
-        threads: int | None,
+        self, draft: PublishState, base: Baseline, version: int, nbytes: int, *, threads: int | None
     ) -> RankReport:
         """This rank's report of ``version``, to which ``draft`` leads from ``base``; see `agree`.
 

@@ -82,11 +82,7 @@ class NumberedUpdates:
         self._trusted, self._signing_key = trusted_keys, signing_key
         self._publisher: Publisher | None = None
         self._subscriber = Subscriber(
-            store,
-            stream=stream,
-            cache=cache,
-            trusted_keys=trusted_keys,
-            on_event=self._hear,
+            store, stream=stream, cache=cache, trusted_keys=trusted_keys, on_event=self._hear
         )
         self._subscriber.allow_recreated = True
         self._doubt = ""

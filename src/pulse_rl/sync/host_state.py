@@ -177,12 +177,7 @@ class HostState:
 
     # -- moves
 
-    def apply(
-        self,
-        link: Link,
-        patch: Patch,
-        manifest: Manifest,
-    ) -> None:
+    def apply(self, link: Link, patch: Patch, manifest: Manifest) -> None:
         """Move along ``link`` with its ``patch`` to the version of ``manifest``, or stay unchanged.
 
         Raises what `apply_patch` raises. If a patch fails that needs the history, it raises
