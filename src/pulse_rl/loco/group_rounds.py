@@ -153,7 +153,12 @@ class GroupRounds(Meeting):
             # 4. Nothing that follows waits for another trainer, or can fail.
             def take_up() -> None:
                 if group.rank in behind:
-                    self._settle_message(lead)
+                    # What was sent in a round whose end this trainer did not see has counted, or
+                    # stays in the residual.
+                    residual, number = trainer.residual, trainer.round
+                    if residual is not None and lead.round != number:
+                        sent, before = residual.pending_message, trainer.from_checkpoint
+                        residual.catch_up(outcome_of(sent, number, lead, from_checkpoint=before))
                     trainer.take_up(lead.round, theta, momentum, lookahead, lead.messages)
                 trainer.from_checkpoint = False
                 self._reduction.forget()
@@ -163,14 +168,6 @@ class GroupRounds(Meeting):
             group.close()
             raise
         self.joined, self.group = True, group
-
-    def _settle_message(self, leader: Handshake) -> None:
-        """What was sent in a round whose end this trainer did not see has counted, or stays in the
-        residual."""
-        trainer, residual = self._trainer, self._trainer.residual
-        if residual is not None and leader.round != trainer.round:
-            message, before = residual.pending_message, trainer.from_checkpoint
-            residual.catch_up(outcome_of(message, trainer.round, leader, from_checkpoint=before))
 
     def run(self, phase: Phase, lookahead: np.float32) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state

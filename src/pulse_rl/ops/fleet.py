@@ -244,11 +244,6 @@ class Heartbeat(Closing):
             if name != now:
                 self._store.delete(name)
 
-    def _remove(self) -> None:
-        for held in list(self._held.values()):
-            for name in held.written or ():
-                self._try(partial(self._store.delete, name))
-
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
@@ -269,8 +264,10 @@ def _keep_beating(reference: weakref.ref[Heartbeat], control: _Control) -> None:
         if heartbeat is None:
             return
         if control.ended:
-            if control.leave:
-                heartbeat._remove()
+            reports = list(heartbeat._held.values())
+            written = [name for held in reports for name in held.written or ()]
+            for name in written if control.leave else ():
+                heartbeat._try(partial(heartbeat._store.delete, name))
             return
         again = time.monotonic() >= due
         if again:

@@ -318,7 +318,7 @@ class Relay:
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
         if record is not None:
             self._check_fold(link, manifest, new)
-            self._target.put_fold_record(link, record)
+            self._target.store.put(self._target.names.fold(name_of(link)), record)
         self._show(manifest)
         if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MAX_GIVEN_UP):
             self._anchor = _AnchorCopy(

@@ -358,7 +358,21 @@ def make_layout(
         published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
-    shared = _shared_leaves(specs, published)
+    # The leaves of which several ranks publish a piece, as their fragments in order.
+    shared: list[tuple[SharedLeaf, ...]] = []
+    for spec in specs:
+        if len(published[spec.name]) < 2:
+            continue
+        width, leaves = spec.dtype.width, dict[int, list[SharedLeaf]]()
+        for rank, segment in published[spec.name].items():
+            # Only the first and the last leaf of a segment can reach into another one.
+            ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
+            for leaf in sorted(ends):
+                start = max(segment.start, leaf * LEAF_BYTES // width)
+                stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
+                fragment = SharedLeaf(rank, leaf, Segment(spec, start, stop))
+                leaves.setdefault(leaf, []).append(fragment)
+        shared += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
     said = _to_message([_of_segments(of.items()) for of in published.values()])
     digest = sha256(said).hexdigest()
     of_shared = dict(enumerate(shared))
@@ -410,29 +424,6 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment
         for (rank, _), start, stop in zip(ordered, [0, *ends], ends, strict=False)
     }
     return {rank: segment for rank, segment in segments.items() if segment.elements}
-
-
-def _shared_leaves(
-    specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]
-) -> list[tuple[SharedLeaf, ...]]:
-    """The leaves of which several ranks publish a piece, as their fragments in order."""
-    found: list[tuple[SharedLeaf, ...]] = []
-    for spec in specs:
-        of = published[spec.name]
-        if len(of) < 2:
-            continue
-        width, leaves = spec.dtype.width, dict[int, list[SharedLeaf]]()
-        for rank, segment in of.items():
-            # Only the first and the last leaf of a segment can reach into another one.
-            ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
-            for leaf in sorted(ends):
-                start = max(segment.start, leaf * LEAF_BYTES // width)
-                stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
-                leaves.setdefault(leaf, []).append(
-                    SharedLeaf(rank, leaf, Segment(spec, start, stop))
-                )
-        found += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
-    return found
 
 
 def whole_leaves(layout: ShardedLayout, rank: int) -> Iterable[tuple[str, int]]:

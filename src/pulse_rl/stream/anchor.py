@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import sha256
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,10 +159,11 @@ class AnchorFiles:
         """
         # 1. Pieces in file order, joined into requests of neighboring bytes.
         pieces = sorted(piece for segment in wanted for piece in self._pieces(segment))
+        by_shard = [list(of) for _, of in groupby(pieces, lambda piece: piece.shard)]
         requests = [
-            [pieces[first + number] for number in run]
-            for first, last in _by_shard(pieces)
-            for run in ranges((piece.start, piece.stop) for piece in pieces[first:last])
+            [of[number] for number in run]
+            for of in by_shard
+            for run in ranges((piece.start, piece.stop) for piece in of)
         ]
 
         # 2. Requests in parallel, each scattered into its places in the state.
@@ -254,15 +256,6 @@ class AnchorFiles:
                     shard, begin, begin + (stop - start) * width, Segment(spec, start, stop)
                 )
                 start = stop
-
-
-def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
-    """Start and end of the sorted pieces of each shard."""
-    first = 0
-    for at in range(1, len(pieces) + 1):
-        if at == len(pieces) or pieces[at].shard != pieces[first].shard:
-            yield first, at
-            first = at
 
 
 def _unlike(leaves: Mapping[str, bytes], tree: StateDigest) -> Iterator[Segment]:

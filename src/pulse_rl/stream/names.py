@@ -135,10 +135,6 @@ class StreamNames:
     def anchor(self, version: int, nbytes: int) -> str:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
 
-    def links_from(self, version: int) -> str:
-        """A name that sorts before the links to ``version`` and after those to earlier versions."""
-        return f"{self.links}/{version:012d}"
-
     def worker(self, worker: str, version: int | None) -> str:
         check_word(worker, "a worker")
         return f"{self.workers}/{worker}-{'none' if version is None else f'{version:012d}'}"

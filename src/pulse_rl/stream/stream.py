@@ -377,7 +377,8 @@ class Stream:
 
         The payloads of folds are not known yet (`resolved`).
         """
-        start_after = None if after is None else self.names.links_from(after + 1)
+        # A name that sorts before the links to the next version and after those to earlier ones.
+        start_after = None if after is None else f"{self.names.links}/{after + 1:012d}"
         # A name has base, length and digest, so a plan needs no reads. Names are unverified until
         # the link is resolved.
         found = []
@@ -442,10 +443,6 @@ class Stream:
             self.names.fold(fold),
             write_fold(self.name, self.stream_id or "", fold, parts, self._signer),
         )
-
-    def put_fold_record(self, link: Link, record: bytes) -> None:
-        """List a fold with the content of its link in another store (`fold`)."""
-        self.store.put(self.names.fold(name_of(link)), record)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
