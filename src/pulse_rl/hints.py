@@ -111,7 +111,8 @@ def _changes(draft: PublishState) -> Iterator[tuple[str, str, str]]:
         coded = zip(draft.blocks, draft.coded, strict=False)
         changed = [(block.dtype, encoded.changed) for block, encoded in coded]
     density = sum(count for _, count in changed) / elements
-    wide = sum(count for dtype, count in changed if dtype.is_wide) / elements
+    # Floats of more than two bytes are wider than compute dtypes.
+    wide = sum(count for dtype, count in changed if dtype.exponent and dtype.width > 2) / elements
     if wide > _WIDE:
         yield (
             "wide_dtype",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,13 +133,7 @@ class HistoryPolicy:
         return Recorder(most_remembered(_nbytes(base, sample)), sample)
 
     def note(
-        self,
-        draft: PublishState,
-        base: Baseline,
-        version: int,
-        nbytes: int,
-        *,
-        threads: int | None,
+        self, draft: PublishState, base: Baseline, version: int, nbytes: int, *, threads: int | None
     ) -> RankReport:
         """This rank's report of ``version``, to which ``draft`` leads from ``base``; see `agree`.
 
@@ -321,9 +315,6 @@ def _digest(records: dict[str, Records]) -> str:
     return whole.hexdigest()
 
 
-def _are_roots(roots: object) -> bool:
-    return (
-        isinstance(roots, list)
-        and 0 < len(roots) <= MAX_WINDOWS
-        and all(isinstance(root, str) and _ROOT.fullmatch(root) for root in roots)
-    )
+def _are_roots(roots: Any) -> bool:
+    few = isinstance(roots, list) and 0 < len(roots) <= MAX_WINDOWS
+    return few and all(isinstance(root, str) and _ROOT.fullmatch(root) for root in roots)

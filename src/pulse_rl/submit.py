@@ -150,9 +150,7 @@ class Submissions(Generic[T]):
         return self._spare.pop() if self._spare else None
 
     def post(
-        self,
-        taken: T,
-        publish: Callable[[T | None, Submission], tuple[Published, T | None]],
+        self, taken: T, publish: Callable[[T | None, Submission], tuple[Published, T | None]]
     ) -> Submission:
         """Queue a version and return at once.
 

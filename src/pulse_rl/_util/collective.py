@@ -121,7 +121,10 @@ class RankGroup:
         except RankLost:
             raise  # all ranks lost the group: nobody is left to report to
         except BaseException as error:  # interrupts too: the other ranks wait for a report
-            failure, message = error, b"-" + _error_to_bytes(error)
+            kind = type(error).__name__ if isinstance(error, PulseError) else ""
+            text = str(error) if kind else f"{type(error).__name__}: {error}"
+            said = [kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]
+            failure, message = error, b"-" + json.dumps(said).encode()
         # The message is sent in any case, since the other ranks wait for it.
         try:
             messages = self._all_gather(message)
@@ -131,10 +134,10 @@ class RankGroup:
             # Without this the traceback would refer to itself, and keep what the work held until a
             # collection.
             del failure
-        for rank, said in enumerate(messages):
-            if said[:1] == b"-":
-                raise self.mark_collective(_error_from_bytes(rank, said[1:]))
-        return own, [said[1:] for said in messages]
+        for rank, answer in enumerate(messages):
+            if answer[:1] == b"-":
+                raise self.mark_collective(_error_from_bytes(rank, answer[1:]))
+        return own, [answer[1:] for answer in messages]
 
     def mark_collective(self, error: BaseException) -> BaseException:
         """Mark ``error`` as raised on all ranks, so that the group stays open; return it."""
@@ -147,11 +150,7 @@ class RankGroup:
         An array for this rank itself is passed on. Ranks that exchange with each other call this in
         the same order. Raises RankLost.
         """
-        received = {
-            rank: np.empty(length, np.uint8)
-            for rank, length in lengths.items()
-            if rank != self.rank
-        }
+        received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items()}
         if self.rank in lengths:
             received[self.rank] = sent[self.rank]
         coming = {
@@ -185,10 +184,8 @@ class RankGroup:
         self._step += 1
         # A rank that missed a call is at another step. Without this check its next message would be
         # taken for another call's.
-        heads = [
-            struct.unpack("<QQ", m)
-            for m in self._equal(struct.pack("<QQ", self._step, len(message)))
-        ]
+        announced = self._equal(struct.pack("<QQ", self._step, len(message)))
+        heads = [struct.unpack("<QQ", head) for head in announced]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
             raise RankLost(self._given_up)
@@ -208,12 +205,6 @@ class RankGroup:
         except RankLost:
             self._given_up = "the ranks have parted: one was lost"
             raise
-
-
-def _error_to_bytes(error: BaseException) -> bytes:
-    kind = type(error).__name__ if isinstance(error, PulseError) else ""
-    text = str(error) if kind else f"{type(error).__name__}: {error}"
-    return json.dumps([kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]).encode()
 
 
 def _error_from_bytes(rank: int, message: bytes) -> PulseError:
@@ -250,6 +241,7 @@ class GlooTransport:
         self._group: Any = None
         self._torch: Any = sys.modules.get("torch")
         # 1. A single process has no group.
+        self._dist: Any = getattr(self._torch, "distributed", None)
         dist = self._dist
         if dist is None or not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -344,10 +336,6 @@ class GlooTransport:
             # ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)
-
-    @property
-    def _dist(self) -> Any:
-        return getattr(self._torch, "distributed", None)
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

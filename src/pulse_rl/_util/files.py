@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -171,17 +172,13 @@ def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
     return Path(unfinished)
 
 
+@cache
 def _umask() -> int:
     """The process's umask. Reading it means setting it, so it is read once, before threads
     write."""
-    global _known_umask
-    if _known_umask is None:
-        _known_umask = os.umask(0o022)
-        os.umask(_known_umask)
-    return _known_umask
-
-
-_known_umask: int | None = None
+    known = os.umask(0o022)
+    os.umask(known)
+    return known
 
 
 def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[bytes], int]) -> bytes:

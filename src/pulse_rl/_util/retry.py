@@ -7,8 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import AlreadyExists, NotFound, PulseError, StoreUnavailable
 from .settings import checked_number
@@ -67,21 +66,18 @@ class Backoff:
         self._next = self._first
 
 
-class Try:
-    """One of the tries that `retrying` yields."""
+class Try(NamedTuple):
+    """One of the tries that `retrying` yields. The last one begins before ``until``."""
 
-    def __init__(self, until: float, *, is_last: bool) -> None:
-        self._until, self.is_last = until, is_last
+    until: float
 
     @property
     def left(self) -> float:
         """The seconds for which there are more tries; 0 for the last one."""
-        return 0.0 if self.is_last else max(0.0, self._until - time.monotonic())
+        return max(0.0, self.until - time.monotonic())
 
 
-def retrying(
-    first: float, longest: float, *, tries: int | None = None, seconds: float = math.inf
-) -> Iterator[Try]:
+def retrying(first: float, longest: float, *, seconds: float) -> Iterator[Try]:
     """Yield the tries of what may fail, and sleep between them.
 
     The caller raises what must not be tried again, and what fails when no time is `Try.left`.
@@ -89,15 +85,11 @@ def retrying(
     Args:
         first: The seconds after the first try, a quarter more or less; later waits are longer.
         longest: The longest wait in seconds.
-        tries: The maximum number of tries. Default: no limit.
         seconds: The seconds after which there is no other try.
     """
-    backoff, until = Backoff(first, longest), time.monotonic() + seconds
-    for number in count(1):
-        made = Try(until, is_last=number == tries)
+    backoff, made = Backoff(first, longest), Try(time.monotonic() + seconds)
+    while True:
         yield made
-        if made.is_last:
-            return
         wake = time.monotonic() + min(backoff.wait(), made.left)
         while (rest := wake - time.monotonic()) > 0:
             checkpoint()

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from ..errors import ConcurrentUse, InputError
@@ -62,12 +61,6 @@ class Operation(Call[R]):
                 self.wait(LOOK_SECONDS)
 
 
-class _OwnOperation(Operation[R]):
-    """An operation that its caller runs itself."""
-
-    __slots__ = ()
-
-
 class NotCopyable:
     """An object that refuses copy and pickle, since two copies would work on the same things."""
 
@@ -87,12 +80,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
 
@@ -138,9 +126,8 @@ class SerialThread(NotCopyable):
                     operation.settle()
                 else:
                     # An interrupted caller asks for a stop, and waits until the operation rests.
-                    operation.stopping = (
-                        True  # before any call: a second interrupt could be raised there
-                    )
+                    # Before any call: a second interrupt could be raised there.
+                    operation.stopping = True
                     operation.stop()
                 raise
             return operation.result()
@@ -175,7 +162,7 @@ class SerialThread(NotCopyable):
         try:
             if getattr(running, "operation", None) is not None:
                 return work()
-            operation = _OwnOperation(work)
+            operation = Operation(work)
             operation.run()
         finally:
             self._ident.clear()

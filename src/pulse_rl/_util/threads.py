@@ -16,6 +16,7 @@ from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -149,7 +150,7 @@ def ordered_map(
     try:
         for item in items:
             checkpoint()
-            call = Call(_bound(function, item))
+            call = Call(partial(function, item))
             pending.append(call)
             calls.put(call)
             if started < threads:
@@ -182,10 +183,6 @@ def ordered_map(
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-
-def _bound(function: Callable[[T], R], item: T) -> Callable[[], R]:
-    return lambda: function(item)
 
 
 def _next(pending: deque[Call[R]]) -> R:

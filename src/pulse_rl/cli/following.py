@@ -37,7 +37,6 @@ from ..follow.folder import FolderLayout, InUse, check_folder
 from ..hints import empty
 from ..metrics import PUBLISHER, RELAY, SUBSCRIBER, Heartbeat
 from ..ops.relay import Relay
-from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from .common import (
     COMMON,
@@ -203,7 +202,13 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console, monitor: 
             handle = None  # taken over: once the other is silent, another session is begun
             raise
         if done is not None:
-            _show_live(done, console)
+            how = "all weights" if done.full else f"from version {done.previous}"
+            proved = "" if done.audit_seconds is None else ", live weights proved"
+            line = (
+                f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} "
+                f"fetched, paused {1e3 * done.pause_seconds:.0f} ms{proved}"
+            )
+            console.result(facts_of(done, *EngineSync.__slots__), line)
             monitor.record(_synced(args.stream, done))
         monitor.succeeded(args.stream, handle.version)
         if done is None and args.once:
@@ -232,16 +237,6 @@ def _connect(engine: Any, **settings: Any) -> EngineHandle:
     """A handle on the server at a URL, or on a vLLM of this process."""
     at_sglang = isinstance(engine, str) and is_sglang(engine, _LOOK_SECONDS)
     return (sglang.connect if at_sglang else vllm.connect)(engine, **settings)
-
-
-def _show_live(done: EngineSync, console: Console) -> None:
-    how = "all weights" if done.full else f"from version {done.previous}"
-    proved = "" if done.audit_seconds is None else ", live weights proved"
-    line = (
-        f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} fetched, "
-        f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
-    )
-    console.result(facts_of(done, *EngineSync.__slots__), line)
 
 
 def _synced(stream: str, done: EngineSync) -> Synced:
@@ -508,50 +503,45 @@ def watch(args: argparse.Namespace, console: Console) -> None:
         Monitor(args, console, PUBLISHER, "publish", [args.stream]) as monitor,
         open_publisher(args, monitor) as publisher,
     ):
-        _watch(args, console, monitor, publisher)
 
-
-def _watch(
-    args: argparse.Namespace, console: Console, monitor: Monitor, publisher: Publisher
-) -> None:
-    folder = Path(args.folder)
-
-    def work() -> None:
-        head = publisher.head()
-        newest = -1 if head is None else head.metadata.get("step")
-        if not isinstance(newest, int):
-            raise InputError(
-                f"the newest version of {args.stream!r} does not say which step it is",
-                hint="Watch into a stream of its own, or publish with --metadata step=N.",
-            )
-        after = known = -1 if head is None else head.version
-        for step, found in _complete(folder, args.pattern, args.done):
-            if step > newest:
-                after = publish(step, found, after)
-        if args.once and after == known:
-            facts = {"version": after, "step": newest} if head else {"version": None, "step": None}
-            than = f" than step {newest}" if head else ""
-            console.result(facts, f"no checkpoint in {args.folder} is newer{than}")
-        monitor.succeeded(args.stream, after if after >= 0 else None)
-
-    def publish(step: int, found: Path, after: int) -> int:
-        """The newest version."""
-        try:
-            given = of_version(args, found, folder=found.name, step=step)
-            done = publisher.publish(load(found)[0], after=after, **given)
-        except PublisherConflict:
+        def work() -> None:
             head = publisher.head()
-            if head is None or head.metadata.get("step") != step:
-                raise
-            return head.version  # another watcher was faster
-        except (FormatError, UnsupportedTensor, InputError, FileNotFoundError) as error:
-            if found.exists():  # it was not deleted meanwhile, as trainers delete what is old
-                console.note(f"{found.name} is passed over: {error}")
-            return after
-        print_published(done, console)
-        return done.version
+            newest = -1 if head is None else head.metadata.get("step")
+            if not isinstance(newest, int):
+                raise InputError(
+                    f"the newest version of {args.stream!r} does not say which step it is",
+                    hint="Watch into a stream of its own, or publish with --metadata step=N.",
+                )
+            after = known = -1 if head is None else head.version
+            for step, found in _complete(folder, args.pattern, args.done):
+                if step > newest:
+                    after = publish(step, found, after)
+            if args.once and after == known:
+                facts = (
+                    {"version": after, "step": newest} if head else {"version": None, "step": None}
+                )
+                than = f" than step {newest}" if head else ""
+                console.result(facts, f"no checkpoint in {args.folder} is newer{than}")
+            monitor.succeeded(args.stream, after if after >= 0 else None)
 
-    keep_on(work, args, console, monitor)
+        def publish(step: int, found: Path, after: int) -> int:
+            """The newest version."""
+            try:
+                given = of_version(args, found, folder=found.name, step=step)
+                done = publisher.publish(load(found)[0], after=after, **given)
+            except PublisherConflict:
+                head = publisher.head()
+                if head is None or head.metadata.get("step") != step:
+                    raise
+                return head.version  # another watcher was faster
+            except (FormatError, UnsupportedTensor, InputError, FileNotFoundError) as error:
+                if found.exists():  # it was not deleted meanwhile, as trainers delete what is old
+                    console.note(f"{found.name} is passed over: {error}")
+                return after
+            print_published(done, console)
+            return done.version
+
+        keep_on(work, args, console, monitor)
 
 
 def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:

@@ -108,10 +108,8 @@ def status(args: argparse.Namespace, console: Console) -> int:
     pulse status s3://bucket/run
     """
     store = open_lasting(args.store)
-    found = [
-        _followers(opened_stream(store, name, args))
-        for name in ([args.stream] if args.stream else streams_in(store))
-    ]
+    names = [args.stream] if args.stream else streams_in(store)
+    found = [_followers(opened_stream(store, name, args)) for name in names]
     lines, gone = [], []
     for each in found:
         workers, newest = each["workers"], each["newest"]
@@ -135,8 +133,8 @@ def status(args: argparse.Namespace, console: Console) -> int:
             "no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat"
         )
     if gone:
-        names = ", ".join(worker["worker"] for worker in gone)
-        lines.append(f"{len(gone)} not seen for {format_duration(args.stale)}: {names}")
+        listed = ", ".join(worker["worker"] for worker in gone)
+        lines.append(f"{len(gone)} not seen for {format_duration(args.stale)}: {listed}")
     stale = [worker["worker"] for worker in gone]
     console.result({"store": args.store, "streams": found, "stale": stale}, *lines)
     return 1 if gone else 0

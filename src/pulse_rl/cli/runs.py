@@ -18,7 +18,7 @@ from typing import Any
 from .._util.serial import Closing
 from .._util.settings import format_bytes, format_number, short_int
 from ..errors import InputError
-from ..events import Event, Metadata, Synced
+from ..events import Event, Synced
 from ..follow.checkpoint import FILE_NAME
 from ..follow.folder import InUse, check_folder
 from ..metrics import JsonLines, read_events, tee_listeners
@@ -144,17 +144,14 @@ class Runs(Closing):
         self._console = console
         if args.out is not None:
             check_folder(Path(args.out), [FILE_NAME], force=args.force)
-        self._stream = opened_stream(open_lasting(args.store), args.stream, args)
-        self.versions = versions_of(self._stream)
+        self.stream = opened_stream(open_lasting(args.store), args.stream, args)
+        self.versions = versions_of(self.stream)
         known = read_events(args.log) if Path(args.log).exists() else ()
         self._known = {(e["version"], e["root"]): e for e in known if self._is_ours(e)}
         self._checkout: checkouts.Checkout | None = None
         self._temporary = TemporaryDirectory(prefix="pulse-")
         self._folder = Path(args.out or Path(self._temporary.name, "policy")).absolute()
         self._use = InUse(self._folder)
-
-    def metadata(self, version: int) -> Metadata:
-        return self._stream.manifest(version).metadata
 
     def on(self, version: int, accepted: Collection[int]) -> Evaluated:
         """What came of the program on a version. Status 125 where the version cannot be had. Raises
@@ -163,7 +160,7 @@ class Runs(Closing):
         args = self._args
         # 1. The version, unless the log has what came of it.
         try:
-            root = self._stream.manifest(version).root
+            root = self.stream.manifest(version).root
             if known := self._known.get((version, root)):
                 return Evaluated(*(known[name] for name in Evaluated.__slots__))
             self._use.take()
@@ -313,7 +310,7 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
             console.result(facts, line)
             return 1
         (first,) = suspects
-        metadata = runs.metadata(first)
+        metadata = runs.stream.manifest(first).metadata
         said = " ".join(f"{key}={value}" for key, value in metadata.items())
         facts |= {"first_bad": first, "metadata": metadata}
         of = f" ({said})" if said else ""

@@ -251,7 +251,19 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} "
                 f"{row['bytes_per_changed_zstd']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
-    return [*lines, "", *_three_numbers(found)]
+    numbers, k = found["summary"], found["rows"][0]["k"]
+    nbytes = numbers["bytes_per_sync"]
+    over = "from one state to the next" if k == 1 else f"over {k} states"
+    bandwidth = format_bandwidth(numbers["bandwidth_for_target"])
+    full = format_bandwidth(numbers["bandwidth_full"])
+    return [
+        *lines,
+        "",
+        f"sparsity          {numbers['sparsity']:.3%} {over}",
+        f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
+        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilization "
+        f"at {numbers['step_seconds']:g} s per step",
+    ]
 
 
 def compared_with(found: dict[str, Any], quantized: dict[str, Any]) -> list[str]:
@@ -288,20 +300,6 @@ def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -
         f"{title:<{width}} {head}",
         *(f"{name:<{width}} {' '.join(f'{v:>9.3%}' for v in values)}" for name, values in shown),
         *([f"(and {len(table) - len(shown)} more: --json)"] if len(table) > len(shown) else []),
-    ]
-
-
-def _three_numbers(found: dict[str, Any]) -> list[str]:
-    numbers, k = found["summary"], found["rows"][0]["k"]
-    nbytes = numbers["bytes_per_sync"]
-    over = "from one state to the next" if k == 1 else f"over {k} states"
-    bandwidth = format_bandwidth(numbers["bandwidth_for_target"])
-    full = format_bandwidth(numbers["bandwidth_full"])
-    return [
-        f"sparsity          {numbers['sparsity']:.3%} {over}",
-        f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
-        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilization "
-        f"at {numbers['step_seconds']:g} s per step",
     ]
 
 

@@ -47,15 +47,12 @@ class DerivedLayer(Protocol):
         """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All
         workers of an engine call it for the same layers in the same order. Raises
         UnsupportedTensor."""
-        ...
 
     def put_loaded(self) -> None:
         """Gives the live layer parameters of the loaded form, whose memory must not be touched."""
-        ...
 
     def put_live(self) -> None:
         """Gives the layer its live parameters back."""
-        ...
 
 
 class PostLoadLayers:
@@ -65,6 +62,8 @@ class PostLoadLayers:
     def __init__(self, processed: Sequence[DerivedLayer] = ()) -> None:
         self._processed = processed
         self.layers = [layer for layer in processed if not layer.plain]
+        #: Of all parameters of the loaded form.
+        self.names = frozenset(name for layer in self.layers for name in layer.loaded)
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -78,11 +77,6 @@ class PostLoadLayers:
         finally:
             for layer in reversed(given):
                 layer.put_live()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all parameters of the loaded form."""
-        return frozenset(name for layer in self.layers for name in layer.loaded)
 
 
 @dataclass(slots=True)

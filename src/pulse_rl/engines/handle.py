@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import Any, Literal, Self
 
 from .._util.retry import LONGEST_POLL, Backoff, jittered
@@ -424,7 +423,27 @@ class EngineHandle(Closing):
             raise InputError("the handle follows already")
         if poll_seconds <= 0:
             raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
-        keep_up = partial(self._keep_up, on_sync, on_error, poll_seconds)
+
+        def keep_up() -> None:
+            backoff = Backoff(2 * poll_seconds, _MAX_BACKOFF)
+            self.wait_for_version(poll_seconds)
+            while not self._closing.is_set():
+                try:
+                    done = self.sync()
+                # Errors of the engine as well: a thread that ends in silence would go unnoticed.
+                except Exception as error:
+                    known = as_known(error)
+                    if on_error is not None:
+                        on_error(known)
+                    if not known.retryable:
+                        return
+                    self._closing.wait(backoff.wait())
+                else:
+                    backoff.reset()
+                    if done is not None and on_sync is not None:
+                        on_sync(done)
+                    self.wait_for_version(poll_seconds)
+
         self._follower = threading.Thread(target=keep_up, name="pulse-follow", daemon=True)
         self._follower.start()
 
@@ -659,31 +678,6 @@ class EngineHandle(Closing):
             "the engine follows no stream any more",
             hint="It was restarted, or closed: connect again.",
         )
-
-    def _keep_up(
-        self,
-        on_sync: Callable[[EngineSync], None] | None,
-        on_error: Callable[[PulseError], None] | None,
-        poll_seconds: float,
-    ) -> None:
-        backoff = Backoff(2 * poll_seconds, _MAX_BACKOFF)
-        self.wait_for_version(poll_seconds)
-        while not self._closing.is_set():
-            try:
-                done = self.sync()
-            # Errors of the engine as well: a thread that ends in silence would go unnoticed.
-            except Exception as error:
-                known = as_known(error)
-                if on_error is not None:
-                    on_error(known)
-                if not known.retryable:
-                    return
-                self._closing.wait(backoff.wait())
-            else:
-                backoff.reset()
-                if done is not None and on_sync is not None:
-                    on_sync(done)
-                self.wait_for_version(poll_seconds)
 
 
 def as_known(error: Exception) -> PulseError:

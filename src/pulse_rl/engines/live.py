@@ -468,7 +468,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(name, written, operation, args)
                     return written
                 if source := self._source(written):
-                    self._alter(source, written, operation, args)
+                    # All of it becomes a constant, as a bias that only one of several ranks may
+                    # add, or it is no part of the checkpoint any more. A copy that the loader made
+                    # of it stands for the tensor itself here, so that it is not known which of the
+                    # two is written.
+                    whole = written.untyped_storage().nbytes() == written.nbytes
+                    if operation in ("fill_", "zero_") and whole and source not in self._copied:
+                        self._constant[source] = _constant(args)
+                    else:
+                        self._altered[source] = operation
                     return written
         # 2. Anything else runs, on memory that is reserved and never touched.
         result = func(*args, **kwargs)
@@ -530,19 +538,6 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = written.boxes.setdefault(box, source)
         if first != source:  # a tied model, a stream with both tensors
             self._ties[source, first] = None
-
-    def _alter(
-        self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]
-    ) -> None:
-        """Notes that the loader writes into what it was given: all of it becomes a constant, as a
-        bias that only one of several ranks may add, or it is no part of the checkpoint any more. A
-        copy that the loader made of it stands for the tensor itself here, so that it is not known
-        which of the two is written."""
-        whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
-        if operation in ("fill_", "zero_") and whole and source not in self._copied:
-            self._constant[source] = _constant(args)
-        else:
-            self._altered[source] = operation
 
     def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
         plain: dict[str, tuple[Rectangle, ...]] = {}

@@ -72,20 +72,11 @@ class Node:
             elif len(here) > 1:
                 self._node = _group(here)
         self.rank, self.size = self._node.rank, self._node.size
-
-    @property
-    def leader(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether all workers of the engine are on this node."""
-        return self.size == self._engine.size
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the engine's last worker."""
-        return self._engine.rank == self._engine.size - 1
+        self.leader = self.rank == 0
+        #: Whether all workers of the engine are on this node.
+        self.alone = self.size == self._engine.size
+        #: Whether this is the engine's last worker.
+        self.last = self._engine.rank == self._engine.size - 1
 
     def open_folder(self) -> None:
         """Makes ``folder``, in shared memory, where several workers share it."""

@@ -345,17 +345,26 @@ def unlike(
     outputs could not be compared, None if they were. ``weights``: which elements of parameters, by
     name, are no padding. Collective."""
     # 1. The bits of all parameters.
-    wrong = _unlike_bits(live, other, weights)
+    wrong, expected = [], dict(other.named_parameters()) | persistent_buffers(other)
+    for name, tensor in (dict(live.named_parameters()) | persistent_buffers(live)).items():
+        found = expected.get(name)
+        same = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        if same:
+            ints = _INTS[tensor.element_size()]
+            apart = tensor.detach().view(ints) != found.detach().view(ints)  # type: ignore[union-attr]
+            same = not bool((apart & weights[name] if name in weights else apart).any())
+        if not same:
+            wrong.append(name.rpartition(".")[0])
     # 2. The outputs of all modules that run. Those of the live model twice: what differs from one
     # call to the next is no proof.
     try:
-        first, again, expected = (_outputs(model, run) for model in (live, live, other))
+        first, again, others = (_outputs(model, run) for model in (live, live, other))
     except Exception as error:  # a model's own: it may need what only the engine's steps have
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return sorted(set(wrong)), reason
     for name, outputs in first.items():
         steady = _apart(outputs, again.get(name, [])) == 0
-        if steady and _apart(outputs, expected.get(name, [])) > _NOISE:
+        if steady and _apart(outputs, others.get(name, [])) > _NOISE:
             wrong.append(name)
     # 3. The innermost modules only: what contains them differs as well.
     innermost = {
@@ -388,22 +397,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in model.named_buffers()
         if name in state and buffer.is_floating_point() and buffer.numel()
     }
-
-
-def _unlike_bits(
-    live: nn.Module, other: nn.Module, weights: Mapping[str, torch.Tensor]
-) -> list[str]:
-    wrong, expected = [], dict(other.named_parameters()) | persistent_buffers(other)
-    for name, tensor in (dict(live.named_parameters()) | persistent_buffers(live)).items():
-        found = expected.get(name)
-        same = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-        if same:
-            ints = _INTS[tensor.element_size()]
-            apart = tensor.detach().view(ints) != found.detach().view(ints)  # type: ignore[union-attr]
-            same = not bool((apart & weights[name] if name in weights else apart).any())
-        if not same:
-            wrong.append(name.rpartition(".")[0])
-    return wrong
 
 
 def _outputs(

@@ -111,10 +111,12 @@ class Session:
         self.report: dict[str, Any] = {}
         self._updates = 0
         self._forms = forms
+        #: Whether layers compute with what they derive from the checkpoint.
+        self.derives = bool(forms.layers)
         self._model = model
         self._reloading = reloading
         self._node = node
-        self._map = known
+        self.map = known
         derived = {name: t for layer in forms.layers for name, t in layer.live.items()}
         self._weights = LiveWeights(model, derived)
         self._audit_every = max(1, info.audit_every)
@@ -148,19 +150,9 @@ class Session:
         return self.live.digest.root
 
     @property
-    def derives(self) -> bool:
-        """Whether layers compute with what they derive from the checkpoint."""
-        return bool(self._forms.layers)
-
-    @property
-    def proof(self) -> str:
-        """See `VerifiedMap`."""
-        return self._map.proof
-
-    @property
     def left(self) -> int:
         """How much `prepare` has still to do before the pause; of meaning on the leader."""
-        if self._map.loader_map is None:
+        if self.map.loader_map is None:
             return 1
         return self._derived.left(self.live_version)
 
@@ -184,8 +176,8 @@ class Session:
     @property
     def _loader_map(self) -> LoaderMap:
         """The map, which was traced."""
-        assert self._map.loader_map is not None
-        return self._map.loader_map
+        assert self.map.loader_map is not None
+        return self.map.loader_map
 
     def _trace_map(self) -> None:
         """Once for the tensors of the stream; and proves the map by the checkpoint that the engine
@@ -194,14 +186,16 @@ class Session:
         else than the checkpoint that it has loaded."""
         # 1. The map for the tensors that the leader holds.
         held = self._node.common(self._node.together(self._held_tensors))
-        if self._map.held == held:
+        if self.map.held == held:
             return
         specs, aliases = held
         loader_map = self._node.together(lambda: self._traced(State(specs, {}, aliases)))
         everywhere = self._node.gathered(loader_map.unused)
         require_scales_taken(specs, everywhere)
         unused = sorted(set.intersection(*map(set, everywhere)))
-        ties = tied_heads(specs, loader_map, () if self._pools else unused)
+        # Whether the engine has no head: it gives hidden states or scores.
+        pools = getattr(self._model, "is_pooling_model", False)
+        ties = tied_heads(specs, loader_map, () if pools else unused)
         self._require_tied(ties, self.staging.held)
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
@@ -209,13 +203,16 @@ class Session:
         # 2. The first proof: what the engine loaded itself, read back through the map, is its
         # checkpoint.
         base = self.staging.base_digest
-        comparable = self._node.common(base is not None and _covers(base, specs))
+        # Whether the checkpoint has the tensors of the stream, as they are in it.
+        there = {(spec.name, spec.dtype, spec.shape) for spec in base.specs} if base else set()
+        wanted = {(spec.name, spec.dtype, spec.shape) for spec in specs}
+        comparable = self._node.common(base is not None and wanted <= there)
         base_names = self._node.common([spec.name for spec in base.specs] if base else None)
         self._node.together(lambda: self._fill_buffers(loader_map, specs, base_names))
-        self._map.loader_map = loader_map
+        self.map.loader_map = loader_map
         wrong = self._differing(base, self.staging.base_state) if comparable else []
-        if wrong and self._loaded and not self._map.written:
-            self._map.loader_map = None
+        if wrong and self._loaded and not self.map.written:
+            self.map.loader_map = None
             raise UnsupportedTensor(
                 "the engine does not compute with the checkpoint that it was started from: "
                 f"{len(wrong)} tensors differ, {', '.join(wrong[:3])}",
@@ -226,7 +223,7 @@ class Session:
         # 3. The second proof does not go through the map.
         strange = self._unlike_fresh(State(specs, {}, aliases))
         if strange:
-            self._map.loader_map = None
+            self.map.loader_map = None
             raise UnsupportedTensor(
                 f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the "
                 f"weights that an update would write ({len(strange)} modules)",
@@ -234,12 +231,12 @@ class Session:
                 "the engine does to each module when it is loaded: start it without.",
             )
         # 4. What is live: the version that the checkpoint is, if it is one.
-        self._map.held, self._map.proved = held, comparable and not wrong
-        self._map.unused, self._map.ties = tuple(unused), tuple(ties)
+        self.map.held, self.map.proved = held, comparable and not wrong
+        self.map.unused, self.map.ties = tuple(unused), tuple(ties)
         if unused and self._node.leader:
             shown = ", ".join(unused[:5])
             _log.warning("%d tensors of the stream have no place: %s", len(unused), shown)
-        if self._map.proved:
+        if self.map.proved:
             number, subscriber = self._node.shared(self._base_version()), self.staging.subscriber
             stream_id = subscriber.stream_id if subscriber is not None else None
             self.live = None if number is None else Version(number, base, stream_id=stream_id)
@@ -248,8 +245,8 @@ class Session:
         """Where all that was in the parameters is lost, or they never had what a loader leaves,
         fills those again of which the loader fills a part with a constant, for the stream to be
         written over it."""
-        dummy = not self._loaded and not self._map.proved
-        if not self._map.lost and not dummy:
+        dummy = not self._loaded and not self.map.proved
+        if not self.map.lost and not dummy:
             return
         for name, parameter in self._model.named_parameters():
             constants = self._loader_map.padding.get(name, frozenset())
@@ -269,7 +266,7 @@ class Session:
         where dummy weights have left noise in them. ``base``: the names of the engine's checkpoint.
 
         Raises UnsupportedTensor for a buffer whose value is known to a checkpoint alone."""
-        if self._loaded or self._map.proved or self._map.buffers:
+        if self._loaded or self.map.proved or self.map.buffers:
             return
         mine = persistent_buffers(self._model)
         left = {name: buffer for name, buffer in mine.items() if name not in loader_map.filled}
@@ -292,7 +289,7 @@ class Session:
                     "--load-format dummy.",
                 )
             buffer.data.copy_(initial)
-            self._map.buffers[name] = initial.detach().clone()
+            self.map.buffers[name] = initial.detach().clone()
 
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have
@@ -335,7 +332,7 @@ class Session:
     def _say(self, proof: str) -> list[str]:
         """Notes how far the proof by a second model went, in the log too unless it was whole.
         Returns no names."""
-        self._map.proof = proof
+        self.map.proof = proof
         if proof != "computed" and self._node.leader:
             _log.warning("proof of the engine by a second model %s", proof)
         return []
@@ -347,16 +344,6 @@ class Session:
     def _require_tied(self, ties: Iterable[tuple[str, str]], version: Version | None) -> None:
         digest = version.digest if version is not None and self._node.leader else None
         self._node.together(lambda: require_tied(ties, digest))
-
-    @property
-    def _pools(self) -> bool:
-        """Whether the engine has no head: it gives hidden states or scores."""
-        return bool(getattr(self._model, "is_pooling_model", False))
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The tensors of the stream that no worker takes."""
-        return self._map.unused
 
     def _held_tensors(self) -> Any:
         """The tensors of the stream as the leader holds them: (specs, aliases)."""
@@ -380,7 +367,7 @@ class Session:
         return held.number if held.digest.root == base.root else None
 
     def _lay_out(self, staged: Staged) -> list[Change] | None:
-        loader_map = self._map.loader_map
+        loader_map = self.map.loader_map
         if loader_map is None:
             return None
         changes = [located(loader_map, name, *found) for name, found in staged.changes.items()]
@@ -420,7 +407,7 @@ class Session:
         # from here on.
         derived = self._derived.changes(self._loader_map, step.live, step.version)
         journal = Journal(self._weights)
-        self._map.written = True
+        self.map.written = True
         before, self.live = self.live, None
         begun = time.perf_counter()
         try:
@@ -430,7 +417,7 @@ class Session:
                 self._node.together(lambda: journal.apply(self._changes_of(prepared)))
             else:
                 now = self._write_all(journal)
-            self._require_tied(self._map.ties, now)
+            self._require_tied(self.map.ties, now)
             self._node.together(lambda: journal.apply(derived))
             self._node.together(self._weights.synchronize)
             written = time.perf_counter()
@@ -446,12 +433,12 @@ class Session:
                         hint="The update was rolled back, and the next one writes all weights. If "
                         "no one else writes to the engine's weights, please report this.",
                     )
-                self._map.proved = True
+                self.map.proved = True
         except BaseException:
             journal.roll_back()
             self.live = before
             raise
-        self._map.lost = self._map.lost and prepared is not None  # not after a whole state
+        self.map.lost = self.map.lost and prepared is not None  # not after a whole state
         # 5. The version is live: the subscriber's update is acknowledged, and the report says what
         # it cost.
         self._derived.forget()
@@ -501,9 +488,9 @@ class Session:
         self._trace_map()
         with self._steady():
             wrong = self._unlike_fresh(State(specs, {}, aliases))
-        if self._map.proof.startswith("left out"):
+        if self.map.proof.startswith("left out"):
             raise InputError(
-                f"the engine cannot be compared with a second model, which was {self._map.proof}"
+                f"the engine cannot be compared with a second model, which was {self.map.proof}"
             )
         return wrong
 
@@ -556,7 +543,7 @@ class Session:
         # The version is the one that the host holds now, which may have moved on since.
         with self.staging.lock:
             now, state = self.staging.host_version(), self.staging.host_state()
-            if self._map.proved or self._forms.layers:
+            if self.map.proved or self._forms.layers:
                 self._node.together(self._pad)
                 write_all(self._node, journal, self._loader_map, state)
             else:
@@ -572,7 +559,7 @@ class Session:
         leader only."""
         wrong = differing(self._node, self._weights, self._loader_map, digest)
         mine = dict(self._model.named_buffers())
-        changed = {n for n, bits in self._map.buffers.items() if not torch.equal(mine[n], bits)}
+        changed = {n for n, bits in self.map.buffers.items() if not torch.equal(mine[n], bits)}
         wrong += self._node.union(changed)
         if self._forms.layers:
             wrong += self._derived.differing(self._loader_map, state())
@@ -581,13 +568,6 @@ class Session:
 
 def _tail(name: str) -> tuple[str, ...]:
     return tuple(name.split(".")[-2:])
-
-
-def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:
-    """Whether the checkpoint has the tensors ``specs`` of the stream, as they are in it."""
-    return {(spec.name, spec.dtype, spec.shape) for spec in specs} <= {
-        (s.name, s.dtype, s.shape) for s in base.specs
-    }
 
 
 def local_checkpoint(model: str, revision: str | None) -> str | None:

@@ -78,7 +78,6 @@ class EngineTransport(Protocol):
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         """The answers of all workers."""
-        ...
 
     def recover(self) -> None:
         """Ends what a handle that died has left: an update that it began, a pause."""
@@ -106,12 +105,10 @@ class EngineTransport(Protocol):
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for
         the names "max_tokens" and "seed"."""
-        ...
 
     def reset_prefix_cache(self, running: bool) -> bool:
         """Whether nothing of it is left. ``running``: requests in flight start over with the new
         weights."""
-        ...
 
 
 def asleep() -> EngineUnavailable:

@@ -82,11 +82,7 @@ class NumberedUpdates:
         self._trusted, self._signing_key = trusted_keys, signing_key
         self._publisher: Publisher | None = None
         self._subscriber = Subscriber(
-            store,
-            stream=stream,
-            cache=cache,
-            trusted_keys=trusted_keys,
-            on_event=self._hear,
+            store, stream=stream, cache=cache, trusted_keys=trusted_keys, on_event=self._hear
         )
         self._subscriber.allow_recreated = True
         self._doubt = ""
@@ -161,10 +157,8 @@ class NumberedUpdates:
                 raise
             self._doubt = str(error)
             return False
-        return (
-            self._subscriber.version is not None
-            and self._subscriber.manifest.metadata.get(self._key) == number
-        )
+        found = self._subscriber
+        return found.version is not None and found.manifest.metadata.get(self._key) == number
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Hint):

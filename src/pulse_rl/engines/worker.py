@@ -200,8 +200,8 @@ class Worker:
                 "answered": staging.answered,
                 "left": session.left,
                 "derives": session.derives,
-                "proof": session.proof,
-                "unused": list(session.unused),
+                "proof": session.map.proof,
+                "unused": list(session.map.unused),
                 "report": session.report,
             }
             status["failed"] = error is not None

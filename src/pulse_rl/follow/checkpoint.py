@@ -384,11 +384,8 @@ def fused_experts(specs: Iterable[TensorSpec]) -> list[str]:
     """The names that look as if transformers had fused the experts of a layer: one tensor of three
     dimensions among ``experts``, in place of a module for each. Some models' checkpoints have such
     tensors."""
-    return [
-        spec.name
-        for spec in specs
-        if len(spec.shape) == 3 and spec.name.split(".")[-2:-1] == ["experts"]
-    ]
+    names = (spec.name for spec in specs if len(spec.shape) == 3)
+    return [name for name in names if name.split(".")[-2:-1] == ["experts"]]
 
 
 def _plain_names(names: Iterable[str]) -> dict[str, str]:

@@ -258,11 +258,8 @@ class Failover:
                     if isinstance(refused, StreamRecreated) and there == len(self.streams) - 1:
                         raise
                     self._pass(there, refused)
-        return (
-            bool(farther)
-            and self._ahead is not None
-            and now - self._ahead[1] >= self.patience_seconds
-        )
+        too_long = self._ahead is not None and now - self._ahead[1] >= self.patience_seconds
+        return bool(farther) and too_long
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
         where = f"store {place + 1} of {len(self.streams)}"

@@ -139,10 +139,8 @@ class MultiSubscriber(Closing, NotCopyable):
         self._schedule: Schedule[_Followed] = Schedule()
         self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._work, daemon=True)
-            for _ in range(checked_count("threads", threads))
-        ]
+        count = checked_count("threads", threads)
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
         for name in checked_collection("streams", streams, '["policy"]'):
             self.add(name)
         for thread in self._threads:
@@ -222,11 +220,8 @@ class MultiSubscriber(Closing, NotCopyable):
     @property
     def failures(self) -> dict[str, PulseError]:
         """By stream, the error of the last sync, where it failed."""
-        return {
-            name: each.error
-            for name, each in tuple(self._followed.items())
-            if each.error is not None
-        }
+        followed = tuple(self._followed.items())
+        return {name: each.error for name, each in followed if each.error is not None}
 
     def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
         """Yield (stream, update) as versions come, until this is closed.

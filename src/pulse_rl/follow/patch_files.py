@@ -55,16 +55,10 @@ class PatchFiles:
         tasks = []
         before = 0
         for read, parsed in self._files:
-            blocks = len(parsed.header.blocks)
-            tasks.append(
-                (
-                    before,
-                    read,
-                    parsed,
-                    [k - before for k in chosen if before <= k < before + blocks],
-                )
-            )
-            before += blocks
+            after = before + len(parsed.header.blocks)
+            of_file = [k - before for k in chosen if before <= k < after]
+            tasks.append((before, read, parsed, of_file))
+            before = after
         results = ordered_map(lambda task: _read_blocks(*task[1:]), tasks, _FILES_AT_ONCE)
         for (first, *_), (held, nbytes) in zip(tasks, results, strict=True):
             found |= {first + k: block for k, block in held.items()}

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import translate
 
-from .._util.files import RangeReader
 from .._util.settings import checked_collection
 from ..errors import CorruptCheckpoint, DigestMismatch, InputError, StateMismatch
 from ..events import Listener, progress_to
@@ -16,7 +15,7 @@ from ..patch.blocks import cut
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Segment, State, TensorSpec
 from ..stream.anchor import AnchorFiles
-from ..stream.manifest import Link, Manifest, Payload
+from ..stream.manifest import Link, Manifest
 from ..stream.stream import Stream
 from .digest_trees import read_digests, read_tree
 from .patch_files import PatchFiles
@@ -53,7 +52,13 @@ class Selection:
                 raise InputError(
                     f"no tensor is called {pattern!r}", hint="Check the names with `pulse inspect`."
                 )
-        return _widened(specs, self._chosen(names, aliases))
+        # And the small ones that share a block with one of them: a block is decoded as a whole.
+        held = set(self._chosen(names, aliases))
+        for block in cut(specs):
+            together = {segment.spec.name for segment in block.segments}
+            if held & together:
+                held |= together
+        return tuple(spec for spec in specs if spec.name in held)
 
     def shown(self, state: State) -> State:
         """What is selected of what is held; the same memory."""
@@ -80,11 +85,8 @@ class Selection:
         prove the version with them."""
         files = PatchFiles(stream.parts(link), held.whole)
         names = {spec.name for spec in held.specs}
-        chosen = [
-            k
-            for k, block in enumerate(files.header.cuts)
-            if any(s.spec.name in names for s in block.segments)
-        ]
+        blocks = enumerate(files.header.cuts)
+        chosen = [k for k, block in blocks if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
         tensors = read_digests(stream, manifest.root, len(held.whole))
         return Patch(files.header, payloads, tensors, files.nbytes + len(tensors))
@@ -98,13 +100,21 @@ class Selection:
         tree, nbytes = read_tree(stream, manifest)
         held = self.held(tree.specs, manifest.aliases)
         size = sum(spec.nbytes for spec in held)
-        state = _restore_part(
-            stream.shards(manifest.anchor.shards, threads),
-            tree,
-            held,
-            threads=threads,
-            progress=progress_to(listener, "restore", size),
-        )
+        # Nothing else is read of the anchor but the shards' headers. The whole state's tree is
+        # proved by its root; the tensors' leaves are compared with it.
+        shards = stream.shards(manifest.anchor.shards, threads)
+        files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
+        if files.specs != tree.specs:
+            raise CorruptCheckpoint(
+                "the anchor's shards do not hold the tensors of the version's digest tree"
+            )
+        state, wanted = State.empty(held), [Segment(spec, 0, spec.elements) for spec in held]
+        hashed = files.hashed(state, wanted, progress_to(listener, "restore", size))
+        for name, found in hashed.items():
+            if found != tree.leaves[name]:
+                raise DigestMismatch(
+                    f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's"
+                )
         return state.with_aliases(_of(manifest.aliases, held)), _part_of(tree, held), nbytes + size
 
     def _chosen(self, names: Iterable[str], aliases: Mapping[str, str]) -> frozenset[str]:
@@ -117,44 +127,6 @@ class Selection:
         return any(
             name == pattern or self._patterns[pattern].fullmatch(name) for pattern in patterns
         )
-
-
-def _restore_part(
-    shards: Sequence[tuple[Payload, RangeReader]],
-    tree: StateDigest,
-    held: tuple[TensorSpec, ...],
-    *,
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> State:
-    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers.
-    ``tree`` is the whole state's, proved by its root; their leaves are compared with it
-    (DigestMismatch). Raises CorruptCheckpoint."""
-    files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
-    if files.specs != tree.specs:
-        raise CorruptCheckpoint(
-            "the anchor's shards do not hold the tensors of the version's digest tree"
-        )
-    state = State.empty(held)
-    for name, found in files.hashed(
-        state, [Segment(spec, 0, spec.elements) for spec in held], progress
-    ).items():
-        if found != tree.leaves[name]:
-            raise DigestMismatch(
-                f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's"
-            )
-    return state
-
-
-def _widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:
-    """The tensors ``names``, and the small ones that share a block with one of them: a block is
-    decoded as a whole."""
-    held = set(names)
-    for block in cut(specs):
-        together = {segment.spec.name for segment in block.segments}
-        if held & together:
-            held |= together
-    return tuple(spec for spec in specs if spec.name in held)
 
 
 def _part_of(tree: StateDigest, held: tuple[TensorSpec, ...]) -> PartDigest:

@@ -64,9 +64,8 @@ _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
-_ENTRY = struct.Struct(
-    "<QIIQ?7x"
-)  # bytes with this, an element's width, segments, changes, whether all is there
+# The bytes with this, an element's width, segments, changes, whether all is there.
+_ENTRY = struct.Struct("<QIIQ?7x")
 _DONE_AT = 24
 
 
@@ -324,15 +323,8 @@ class StateFolder:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
                 blocks = cut(state.specs)
                 save_history(self.path / name, history, blocks, manifest.root, durable=False)
-            kept = Kept(
-                manifest.stream,
-                manifest.stream_id,
-                manifest.version,
-                manifest.root,
-                dict(manifest.aliases),
-                file,
-                name,
-            )
+            of = (manifest.stream, manifest.stream_id, manifest.version, manifest.root)
+            kept = Kept(*of, dict(manifest.aliases), file, name)
             self._held.add(file)
             unfinished = self.path / f"{_RECORD}.new"
             unfinished.write_bytes(json.dumps({"format": _FORMAT} | kept._asdict()).encode())
@@ -460,11 +452,8 @@ class StateFolder:
         """Deletes what processes that were killed have left, but the last state."""
         named = set(self.kept.names) if self.kept else set()
         with suppress(OSError):
-            left = [
-                name
-                for name in os.listdir(self.path)
-                if _OURS.fullmatch(name) and name not in named
-            ]
+            ours = filter(_OURS.fullmatch, os.listdir(self.path))
+            left = [name for name in ours if name not in named]
             left.sort(
                 key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
             )

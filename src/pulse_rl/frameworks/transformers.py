@@ -337,7 +337,22 @@ class PulseCallback(TrainerCallback):
         # The Trainer's last log comes after its last step: an error must not keep the program from
         # saving its model. The next step raises it.
         self._collect()
-        figures = self._figures()
+        # The newest version, and the means of the versions since the last call.
+        since, newest = self._since_log, self._published
+        found: dict[str, float] = {} if newest is None else {"version": newest.version}
+        # Of the same versions as the density: the first one is an anchor, and no measure of what
+        # follows.
+        patches = [each for each in since if each.changed is not None]
+        if patches:
+            found["density"] = fmean(each.density for each in patches)
+        fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
+        if fetched:
+            found["bytes"] = fmean(fetched)
+        if self._blocked:
+            found["blocked_seconds"] = fmean(self._blocked)
+        found |= {name: count for name, count in self._counts.items() if count}
+        self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
+        figures = {self._prefix + name: value for name, value in found.items()}
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)
@@ -493,25 +508,6 @@ class PulseCallback(TrainerCallback):
         self._published = published
         self._committed_step = step
         self._since_log.append(published)
-
-    def _figures(self) -> dict[str, float]:
-        """What the trainer's log gets: the newest version, and the means of the versions since the
-        last call."""
-        since, newest = self._since_log, self._published
-        figures: dict[str, float] = {} if newest is None else {"version": newest.version}
-        # Of the same versions as the density: the first one is an anchor, and no measure of what
-        # follows.
-        patches = [each for each in since if each.changed is not None]
-        if patches:
-            figures["density"] = fmean(each.density for each in patches)
-        fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
-        if fetched:
-            figures["bytes"] = fmean(fetched)
-        if self._blocked:
-            figures["blocked_seconds"] = fmean(self._blocked)
-        figures |= {name: count for name, count in self._counts.items() if count}
-        self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
-        return {self._prefix + name: value for name, value in figures.items()}
 
 
 def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:

@@ -410,38 +410,15 @@ def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
         return tensors
     values = tensors.values()
-    if any(hasattr(each, "full_tensor") or isinstance(each, FlatShard) for each in values):
-        return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
-    return _reverted(model, loading, tensors)
-
-
-def _reverted(model: nn.Module, loading: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    try:
-        with _Views():
-            found: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
-    except RuntimeError:  # an operation that needs its part in one piece
-        found = loading.revert_weight_conversion(model, tensors)
-    return found
-
-
-class _Views(TorchFunctionMode):
-    """Within it a part of a tensor is not copied into a piece of its own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
-
-
-def _shards_as_saved(
-    tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """What this rank has of ``tensors``, DTensors among them, after ``revert``, which is watched on
-    empty tensors."""
+    if not any(hasattr(each, "full_tensor") or isinstance(each, FlatShard) for each in values):
+        return _reverted(model, loading, tensors)
+    # What this rank has of its shards: the conversion is watched on empty tensors.
     whole = {
         name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()
     }
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
     found: dict[str, Any] = {}
-    for name, part in revert(dict(whole)).items():
+    for name, part in _reverted(model, loading, dict(whole)).items():
         source = sources.get(part.untyped_storage()._cdata)
         if source is None:
             raise UnsupportedTensor(
@@ -474,6 +451,22 @@ def _shards_as_saved(
                 "PulseCallback, which gathers.",
             )
     return found
+
+
+def _reverted(model: nn.Module, loading: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with _Views():
+            found: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
+    except RuntimeError:  # an operation that needs its part in one piece
+        found = loading.revert_weight_conversion(model, tensors)
+    return found
+
+
+class _Views(TorchFunctionMode):
+    """Within it a part of a tensor is not copied into a piece of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _rows_here(name: str, tensor: Any) -> tuple[torch.Tensor, int, int]:

@@ -106,7 +106,15 @@ class GroupRounds(Meeting):
         group.progress.note(note)
         try:
             # 1. Handshakes: all have one model and the same settings.
-            own = self._handshake(settings)
+            digests = state.digests()
+            own = Handshake(
+                settings=settings,
+                round=trainer.round,
+                root=digests["theta"].root,
+                momentum=digests["momentum"].root,
+                messages=trainer.messages,
+                specs=specs_digest(trainer.parameters.specs, trainer.frozen.specs),
+            )
             gathered = group.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)
             handshakes = [Handshake.parse(data) for data in gathered]
             group.progress.met()
@@ -145,7 +153,12 @@ class GroupRounds(Meeting):
             # 4. Nothing that follows waits for another trainer, or can fail.
             def take_up() -> None:
                 if group.rank in behind:
-                    self._settle_message(lead)
+                    # What was sent in a round whose end this trainer did not see has counted, or
+                    # stays in the residual.
+                    residual, number = trainer.residual, trainer.round
+                    if residual is not None and lead.round != number:
+                        sent, before = residual.pending_message, trainer.from_checkpoint
+                        residual.catch_up(outcome_of(sent, number, lead, from_checkpoint=before))
                     trainer.take_up(lead.round, theta, momentum, lookahead, lead.messages)
                 trainer.from_checkpoint = False
                 self._reduction.forget()
@@ -155,25 +168,6 @@ class GroupRounds(Meeting):
             group.close()
             raise
         self.joined, self.group = True, group
-
-    def _handshake(self, settings: dict[str, object]) -> Handshake:
-        trainer, digests = self._trainer, self._trainer.state.digests()
-        return Handshake(
-            settings=settings,
-            round=trainer.round,
-            root=digests["theta"].root,
-            momentum=digests["momentum"].root,
-            messages=trainer.messages,
-            specs=specs_digest(trainer.parameters.specs, trainer.frozen.specs),
-        )
-
-    def _settle_message(self, leader: Handshake) -> None:
-        """What was sent in a round whose end this trainer did not see has counted, or stays in the
-        residual."""
-        trainer, residual = self._trainer, self._trainer.residual
-        if residual is not None and leader.round != trainer.round:
-            message, before = residual.pending_message, trainer.from_checkpoint
-            residual.catch_up(outcome_of(message, trainer.round, leader, from_checkpoint=before))
 
     def run(self, phase: Phase, lookahead: np.float32) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state

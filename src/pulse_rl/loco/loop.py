@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -24,7 +23,6 @@ from .group import TrainerNote
 from .group_rounds import DenseReduction, GroupReduction, GroupRounds, Reduction
 from .outer import MAX_LOOKAHEAD, OuterState, Residual, Trainer
 from .parameters import Parameters
-from .ranks import Ranks
 from .store_rounds import StoreRounds
 from .wire import Wire
 
@@ -61,15 +59,12 @@ class OuterLoop(NotCopyable):
         self.sync_every, self.on_round = sync_every, on_round
         self.trainer, self.reduction, self.meeting = trainer, reduction, meeting
         self.state, self.parameters, self.frozen = trainer.state, trainer.parameters, trainer.frozen
+        #: The processes of this trainer, where its model is sharded over several.
+        self._ranks = trainer.parameters.ranks
         self.last_round: Round | None = None
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._in_global_weights = self._callback_wanted = False
-
-    @property
-    def _ranks(self) -> Ranks | None:
-        """The processes of this trainer, where its model is sharded over several."""
-        return self.parameters.ranks
 
     @property
     def round(self) -> int:
@@ -174,12 +169,7 @@ class OuterLoop(NotCopyable):
             self._restart()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             for hook in self._hooks:
                 hook.remove()

@@ -105,11 +105,8 @@ class Ranks:
         self._model = model
         self._sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
         self._trained = {name: tensor for name, tensor in named.items() if id(tensor) in trained}
-        self._others = {
-            name: t
-            for name, t in named.items()
-            if name not in self._sharded and name not in self._trained
-        }
+        others = named.keys() - self._sharded.keys() - self._trained.keys()
+        self._others = {name: named[name] for name in others}
         self._group = RankGroup(GlooTransport(members, timeout_seconds, owner="PulseLoCo"))
         # Messages of this trainer's ranks, which no interrupt parts: the others would take the next
         # one for this.

@@ -425,25 +425,6 @@ class StoreRounds(Meeting):
             messages.append(found)
         return [list(of_block) for of_block in zip(*messages, strict=True)]
 
-    def _own_entries(
-        self, close: Close, sums: RoundSums | None
-    ) -> tuple[list[Entries], list[Entries]]:
-        """Of this trainer's own message, which a close has named: the entries that were taken, by
-        block, and those that no owner of a share could read."""
-        posts, name = self._round_posts(), self._trainer.name
-        post = next(post for post in close.posts if post.trainer == name)
-        taken, left = list[list[Entries]](), list[list[Entries]]()
-        for share, units in enumerate(posts.shares):
-            nothing = [_NOTHING] * len(units)
-            is_left = sums is not None and name in sums.left_out[share]
-            # With overlap what is left is in the residual, whatever it is.
-            found = posts.part(post, share) if self._own or not is_left else nothing
-            if isinstance(found, str):
-                raise cannot_count(close, name, found)
-            taken.append(nothing if is_left else found)
-            left.append(found if is_left else nothing)
-        return posts.by_block(taken), posts.by_block(left)
-
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual, trainer = self._state, self._reduction.residual, self._trainer
@@ -456,7 +437,20 @@ class StoreRounds(Meeting):
         own: list[Entries] = []
         back: list[Entries] = []
         if counted and (included or refused is not None):
-            own, back = self._own_entries(close, sums)
+            # The entries of its own message that were taken, by block, and those that no owner of a
+            # share could read.
+            post = next(post for post in close.posts if post.trainer == trainer.name)
+            taken, left = list[list[Entries]](), list[list[Entries]]()
+            for share, units in enumerate(posts.shares):
+                nothing = [_NOTHING] * len(units)
+                is_left = sums is not None and trainer.name in sums.left_out[share]
+                # With overlap what is left is in the residual, whatever it is.
+                found = posts.part(post, share) if self._own or not is_left else nothing
+                if isinstance(found, str):
+                    raise cannot_count(close, trainer.name, found)
+                taken.append(nothing if is_left else found)
+                left.append(found if is_left else nothing)
+            own, back = posts.by_block(taken), posts.by_block(left)
         if refused is not None:
             why = f"a part of this trainer's message was refused: {refused}"
             self._excluded_reasons.append(f"round {close.round + 1}: {why}")

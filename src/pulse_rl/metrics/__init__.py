@@ -97,7 +97,7 @@ class JsonLines(Closing):
             return
         # JSON has no NaN, which stands for what is not known.
         known = {name: value for name, value in asdict(event).items() if value == value}
-        kind = _snake_case(type(event).__name__)
+        kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
         line = {"event": kind, "time": round(time.time(), 6), **known}
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
@@ -125,10 +125,6 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                     yield event
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 PUBLISHER, SUBSCRIBER, RELAY, SERVER = "publisher", "subscriber", "relay", "server"

@@ -63,13 +63,7 @@ def build_patch(
     coded, kept, leaves = [], [], Leaves()
     tasks = ((group, new) for group in hashed_together(blocks, threads))
     groups = code_blocks(
-        blocks,
-        old,
-        tasks,
-        codec=codec,
-        history=history,
-        recorder=recorder,
-        threads=threads,
+        blocks, old, tasks, codec=codec, history=history, recorder=recorder, threads=threads
     )
     for group in groups:
         leaves |= group.leaves

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -64,13 +64,8 @@ _log = logging.getLogger("pulse_rl")
 class _Held:
     """What a worker has to say of one stream."""
 
-    version: int | None = None
-    #: Whether something could not be used since the last success; ``errors`` calls failed.
-    troubled: bool = False
-    errors: int = 0
-    since: float = 0.0
-    kind: str = ""
-    reason: str = ""
+    #: It has a kind of error where something could not be used since the last success.
+    state: WorkerState = field(default_factory=lambda: WorkerState(None, 0.0))
     #: The worker's objects in the store, once they were listed.
     written: list[str] | None = None
     #: How many reports there were to be written, and how many of them the thread has tried.
@@ -79,14 +74,10 @@ class _Held:
     next_report: float = 0.0
 
     def body(self) -> bytes:
-        if not self.troubled:
+        _, _, errors, since, kind, reason = self.state
+        if not kind:
             return b""
-        facts = {
-            "errors": max(self.errors, 1),
-            "since": round(self.since, 3),
-            "kind": self.kind,
-            "reason": self.reason,
-        }
+        facts = {"errors": max(errors, 1), "since": round(since, 3), "kind": kind, "reason": reason}
         return json.dumps(facts, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -176,9 +167,9 @@ class Heartbeat(Closing):
             held = self._held.setdefault(stream, _Held())
             # What could not be used although no call failed, such as a damaged manifest above the
             # worker's version, is still so: only another version clears that.
-            if held.version == version and not held.errors and held.news:
+            if held.state.version == version and not held.state.errors and held.news:
                 return
-            held.version, held.troubled, held.errors = version, False, 0
+            held.state = WorkerState(version, 0.0)
             held.news = mine = held.news + 1
         self._wake()
         with self._control.written:
@@ -195,16 +186,15 @@ class Heartbeat(Closing):
         now = time.monotonic()
         with self._lock:
             held = self._held.setdefault(event.stream, _Held())
-            if not held.troubled:
-                held.since = time.time()
+            version, _, errors, since, kind, _ = held.state
             # More errors of one kind can wait for the next beat, and so can kinds that alternate.
-            urgent = not held.troubled or (event.kind != held.kind and now > held.next_report)
-            held.troubled, held.errors = True, held.errors + failed
+            urgent = not kind or (event.kind != kind and now > held.next_report)
             # From then on the publisher reacts.
-            urgent = urgent or (failed > 0 and held.errors == _LEAST_ERRORS)
+            urgent = urgent or (failed > 0 and errors + failed == _LEAST_ERRORS)
             text = " ".join(shown_text(event.reason).split())
-            held.kind = event.kind
-            held.reason = "".join(filter(str.isprintable, text))[:_MAX_REASON]
+            reason = "".join(filter(str.isprintable, text))[:_MAX_REASON]
+            trouble = (errors + failed, since or time.time(), event.kind, reason)
+            held.state = WorkerState(version, 0.0, *trouble)
             if urgent:
                 held.news, held.next_report = held.news + 1, now + _REPORT_SECONDS
         if urgent:
@@ -229,7 +219,7 @@ class Heartbeat(Closing):
         """Writes the reports that are new; with ``again`` all of them."""
         for stream, held in list(self._held.items()):
             with self._lock:
-                news, version, body = held.news, held.version, held.body()
+                news, version, body = held.news, held.state.version, held.body()
             if again or news > held.done:
                 self._try(partial(self._put, stream, held, version, body))
             with self._control.written:
@@ -254,11 +244,6 @@ class Heartbeat(Closing):
             if name != now:
                 self._store.delete(name)
 
-    def _remove(self) -> None:
-        for held in list(self._held.values()):
-            for name in held.written or ():
-                self._try(partial(self._store.delete, name))
-
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
@@ -279,8 +264,10 @@ def _keep_beating(reference: weakref.ref[Heartbeat], control: _Control) -> None:
         if heartbeat is None:
             return
         if control.ended:
-            if control.leave:
-                heartbeat._remove()
+            reports = list(heartbeat._held.values())
+            written = [name for held in reports for name in held.written or ()]
+            for name in written if control.leave else ():
+                heartbeat._try(partial(heartbeat._store.delete, name))
             return
         again = time.monotonic() >= due
         if again:

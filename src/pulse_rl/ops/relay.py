@@ -177,9 +177,17 @@ class Relay:
             # Also while the copy fails: the publisher must see workers that are stuck.
             if error := self._heartbeats.forward():
                 self._failed("heartbeat", error)
-            # 1. Where the target stands; and once, whether another process left an anchor half
-            # copied.
-            previous = self._find_held()
+            # 1. Where the target stands: its newest version, whose ID is the one that is followed;
+            # and once, whether another process left an anchor half copied.
+            held = self._target.newest(self._have - 1 if self._have else None).manifest
+            if held is None and self._have is not None:  # it was deleted there: what is left below?
+                held = self._target.newest().manifest
+            if held is not None:
+                self._adopt(held)
+            else:
+                self._anchor = None
+                self._owed.clear()
+            previous = self._have = held.version if held else None
             if not self._searched:
                 self._anchor, self._searched = self._unfinished_anchor(), True
                 self._find_missing_digests()
@@ -212,19 +220,6 @@ class Relay:
         pause(poll_seconds, max_seconds)
 
     # -- the newest version
-
-    def _find_held(self) -> int | None:
-        """The newest version in the target, whose ID is the one that is followed."""
-        found = self._target.newest(self._have - 1 if self._have else None).manifest
-        if found is None and self._have is not None:  # it was deleted there: what is left below?
-            found = self._target.newest().manifest
-        if found is not None:
-            self._adopt(found)
-        else:
-            self._anchor = None
-            self._owed.clear()
-        self._have = found.version if found else None
-        return self._have
 
     def _adopt(self, manifest: Manifest) -> None:
         self.source.adopt(manifest)
@@ -315,18 +310,15 @@ class Relay:
         record = self.source.fold(name_of(link))[1] if link.is_fold else None
         # By root, not by number alone: the base in the target must be the one that the patch was
         # made of.
-        if (
-            record is None
-            and manifest.patch
-            and manifest.patch.base_root != self._target.manifest(link.base).root
-        ):
+        patch = manifest.patch if record is None else None
+        if patch and patch.base_root != self._target.manifest(link.base).root:
             raise DigestMismatch(
                 f"{link} starts from another version {link.base} than the one in the target"
             )
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
         if record is not None:
             self._check_fold(link, manifest, new)
-            self._target.put_fold_record(link, record)
+            self._target.store.put(self._target.names.fold(name_of(link)), record)
         self._show(manifest)
         if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MAX_GIVEN_UP):
             self._anchor = _AnchorCopy(

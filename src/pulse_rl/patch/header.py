@@ -168,10 +168,7 @@ class Base:
         self.root = root
         self._held = [spec for spec in specs if spec.elements]
         self._ends = [*accumulate(spec.elements for spec in self._held)]
-
-    @property
-    def elements(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        self.elements = self._ends[-1] if self._ends else 0
 
     @property
     def max_header_bytes(self) -> int:

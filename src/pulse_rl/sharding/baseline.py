@@ -174,17 +174,13 @@ def _restore_slices(
         histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)
-    return state, _side_by_side(histories)
-
-
-def _side_by_side(histories: Sequence[History]) -> History:
-    """What all of ``histories``, each of some blocks of a state, remember together."""
+    # 4. What all of the histories, each of some blocks of a state, remember together.
     count = min(len(history.windows) for history in histories)
     joined: list[Window] = []
     for of in zip(*(history.last(count).windows for history in histories), strict=True):
         records = {index: found for window in of for index, found in window.records.items()}
         joined.append(of[0]._replace(records=records))
-    return History(tuple(joined))
+    return state, History(tuple(joined))
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:

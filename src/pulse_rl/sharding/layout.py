@@ -318,13 +318,13 @@ def make_layout(
             holders.setdefault(held.spec.name, {})[rank] = held
     stored: dict[object, list[str]] = {}
     for name, of in holders.items():
-        first = next(iter(of.values()))
+        one = next(iter(of.values()))
         for rank, held in of.items():
-            if held.spec != first.spec:
+            if held.spec != one.spec:
                 raise StateMismatch(
                     f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank "
                     f"{rank}, but "
-                    f"{first.spec.dtype.name} {list(first.spec.shape)} on rank {next(iter(of))}"
+                    f"{one.spec.dtype.name} {list(one.spec.shape)} on rank {next(iter(of))}"
                 )
         # Tied are names that share their memory on every rank that has them, with the same dtype,
         # shape and place.
@@ -332,7 +332,7 @@ def make_layout(
             (rank, held.storage) for rank, held in of.items() if held.storage is not None
         )
         places = tuple((rank, held.box) for rank, held in of.items())
-        key = (first.spec.dtype, first.spec.shape, places, storages) if storages else name
+        key = (one.spec.dtype, one.spec.shape, places, storages) if storages else name
         stored.setdefault(key, []).append(name)
     aliases: dict[str, str] = {}
     names = []
@@ -348,25 +348,35 @@ def make_layout(
     published: dict[str, dict[int, Segment]] = {}
     moved: dict[str, dict[int, SliceSpec]] = {}
     for spec in specs:
-        boxes = _first_replicas({rank: held.box for rank, held in holders[spec.name].items()})
+        # Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
+        # empty tensor.
+        first: dict[SliceSpec, int] = {}
+        for rank, held in holders[spec.name].items():
+            if held.box.elements or (not math.prod(held.box.shape) and not first):
+                first.setdefault(held.box, rank)
+        boxes = {rank: box for box, rank in first.items()}
         published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
-    shared = _shared_leaves(specs, published)
+    # The leaves of which several ranks publish a piece, as their fragments in order.
+    shared: list[tuple[SharedLeaf, ...]] = []
+    for spec in specs:
+        if len(published[spec.name]) < 2:
+            continue
+        width, leaves = spec.dtype.width, dict[int, list[SharedLeaf]]()
+        for rank, segment in published[spec.name].items():
+            # Only the first and the last leaf of a segment can reach into another one.
+            ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
+            for leaf in sorted(ends):
+                start = max(segment.start, leaf * LEAF_BYTES // width)
+                stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
+                fragment = SharedLeaf(rank, leaf, Segment(spec, start, stop))
+                leaves.setdefault(leaf, []).append(fragment)
+        shared += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
     said = _to_message([_of_segments(of.items()) for of in published.values()])
     digest = sha256(said).hexdigest()
     of_shared = dict(enumerate(shared))
     return ShardedLayout(tuple(specs), aliases, digest, published, moved, of_shared, len(shared))
-
-
-def _first_replicas(boxes: dict[int, SliceSpec]) -> dict[int, SliceSpec]:
-    """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
-    empty tensor."""
-    first: dict[SliceSpec, int] = {}
-    for rank, box in boxes.items():
-        if box.elements or (not math.prod(box.shape) and not first):
-            first.setdefault(box, rank)
-    return {rank: box for box, rank in first.items()}
 
 
 def _as_they_are(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment]:
@@ -414,29 +424,6 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, SliceSpec]) -> dict[int, Segment
         for (rank, _), start, stop in zip(ordered, [0, *ends], ends, strict=False)
     }
     return {rank: segment for rank, segment in segments.items() if segment.elements}
-
-
-def _shared_leaves(
-    specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]
-) -> list[tuple[SharedLeaf, ...]]:
-    """The leaves of which several ranks publish a piece, as their fragments in order."""
-    found: list[tuple[SharedLeaf, ...]] = []
-    for spec in specs:
-        of = published[spec.name]
-        if len(of) < 2:
-            continue
-        width, leaves = spec.dtype.width, dict[int, list[SharedLeaf]]()
-        for rank, segment in of.items():
-            # Only the first and the last leaf of a segment can reach into another one.
-            ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
-            for leaf in sorted(ends):
-                start = max(segment.start, leaf * LEAF_BYTES // width)
-                stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
-                leaves.setdefault(leaf, []).append(
-                    SharedLeaf(rank, leaf, Segment(spec, start, stop))
-                )
-        found += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
-    return found
 
 
 def whole_leaves(layout: ShardedLayout, rank: int) -> Iterable[tuple[str, int]]:

@@ -63,11 +63,6 @@ class DType:
         """The unsigned numpy dtype of the same width."""
         return _UINT[self.width]
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether this is a float of more than two bytes, wider than compute dtypes."""
-        return self.exponent is not None and self.width > 2
-
 
 DTYPES: dict[str, DType] = {
     d.name: d

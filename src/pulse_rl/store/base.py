@@ -78,7 +78,6 @@ class Store(Protocol):
         Raises:
             StoreFull: The store has no space left.
         """
-        ...
 
     def put_new(self, name: str, data: bytes) -> None:
         """Create an object unless its name exists, atomically among all clients.
@@ -91,7 +90,6 @@ class Store(Protocol):
                 call, whose reply was lost.
             StoreFull: The store has no space left.
         """
-        ...
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes of an object.
@@ -105,7 +103,6 @@ class Store(Protocol):
             NotFound: There is no such object.
             StoreError: The range is outside of the object.
         """
-        ...
 
     def head(self, name: str) -> ObjectInfo:
         """Return the length and the time of writing of an object.
@@ -115,7 +112,6 @@ class Store(Protocol):
         Raises:
             NotFound: There is no such object.
         """
-        ...
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         """List the objects under a folder in name order.
@@ -125,7 +121,6 @@ class Store(Protocol):
             start_after: Begin at the first name greater than this. Default: at the first object.
         Returns: An iterator of `ObjectInfo`.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Remove an object; a missing one is no error.
@@ -133,7 +128,6 @@ class Store(Protocol):
         Args:
             name: The object's name.
         """
-        ...
 
 
 class ReadOnly:

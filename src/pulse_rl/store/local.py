@@ -162,11 +162,8 @@ class LocalStore:
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
         # A folder whose name sorts before `start_after` still counts if `start_after` lies in it.
         folders = [f"{inner}/" for inner in found.folders]
-        folders = [
-            f
-            for f in folders
-            if start_after is None or f > start_after or start_after.startswith(f)
-        ]
+        if start_after is not None:
+            folders = [f for f in folders if f > start_after or start_after.startswith(f)]
         for name in sorted([*names, *folders]) if folders else names:
             if name.endswith("/"):
                 yield from self._names_below(name[:-1], start_after)
@@ -193,9 +190,8 @@ class LocalStore:
                         name = f"{folder}/{entry.name}" if folder else entry.name
                         if not is_name(name):  # .DS_Store, .nfs…
                             continue
-                        (
-                            kept.folders if entry.is_dir(follow_symlinks=False) else kept.names
-                        ).append(name)
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        (kept.folders if is_folder else kept.names).append(name)
                 kept.names.sort()
                 if kept.read_ns - info.st_mtime_ns > _SETTLED_NS:
                     self._folders[folder] = kept
@@ -235,12 +231,8 @@ class LocalStore:
             for entry in entries:
                 with suppress(OSError):  # another process removed or finished the file
                     info = entry.stat(follow_symlinks=False)
-                    abandoned = time.time() - info.st_mtime >= older_than
-                    if (
-                        abandoned
-                        and stat.S_ISREG(info.st_mode)
-                        and _UNFINISHED.fullmatch(entry.name)
-                    ):
+                    ours = stat.S_ISREG(info.st_mode) and _UNFINISHED.fullmatch(entry.name)
+                    if ours and time.time() - info.st_mtime >= older_than:
                         os.unlink(entry.path)
                         removed += info.st_size
         return removed

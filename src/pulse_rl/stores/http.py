@@ -229,39 +229,29 @@ class HttpStore(ReadOnly):
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after ``retry_timeout``."""
 
+        sent, where = headers or {}, f"{self._path}/{path}"
+
         def ask() -> T:
             try:
-                return self._try(method, path, read, headers or {}, body)
+                while True:
+                    connection, answer = self._take(), None
+                    try:
+                        answer = connection.ask(method, where, sent, self._timeout, body)
+                        return self._judged(answer, path, read, ranged="Range" in sent)
+                    except (ConnectionError, HTTPException):
+                        if answer is not None or not connection.reused:
+                            raise
+                        # The server has closed it meanwhile: another one is tried.
+                    finally:
+                        if answer is not None and answer.isclosed() and not answer.will_close:
+                            self._give_back(connection)
+                        else:
+                            connection.close()
             except (OSError, HTTPException, _Transient) as error:
                 reason = str(error) or type(error).__name__
                 raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
 
         return self._patience(ask)
-
-    def _try(
-        self,
-        method: str,
-        path: str,
-        read: Callable[[HTTPResponse], T],
-        headers: dict[str, str],
-        body: bytes | None,
-    ) -> T:
-        while True:
-            connection, answer = self._take(), None
-            try:
-                answer = connection.ask(
-                    method, f"{self._path}/{path}", headers, self._timeout, body
-                )
-                return self._judged(answer, path, read, ranged="Range" in headers)
-            except (ConnectionError, HTTPException):
-                if answer is not None or not connection.reused:
-                    raise
-                # The server has closed it meanwhile: another one is tried.
-            finally:
-                if answer is not None and answer.isclosed() and not answer.will_close:
-                    self._give_back(connection)
-                else:
-                    connection.close()
 
     def _judged(
         self, answer: HTTPResponse, path: str, read: Callable[[HTTPResponse], T], *, ranged: bool

@@ -13,9 +13,8 @@ import numpy as np
 from ..errors import AlreadyExists, NotFound
 from ..store.base import Data, ObjectInfo, check_folder, check_name, check_range, joined
 
-_LARGE = (
-    4 << 20
-)  # from here on numpy asks the system for large pages, which makes new memory cheaper
+# From here on numpy asks the system for large pages, which makes new memory cheaper.
+_LARGE = 4 << 20
 
 
 class MemoryStore:

@@ -8,7 +8,7 @@ import os
 import re
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
@@ -310,8 +310,26 @@ class ObjectStore:
         be done ``once``; and with new credentials, where those in the files of AWS have changed."""
 
         def tried() -> T:
-            with self._translated(call, name):
-                return work()
+            global _used_by
+            _used_by = _used_by or os.getpid()
+            if _used_by != os.getpid():
+                raise InputError(
+                    f"{self._address}: an object store was used before this process was forked",
+                    hint='Start the process by spawn: multiprocessing.get_context("spawn").',
+                )
+            try:
+                done = work()
+            except (ob.AlreadyExistsError, ob.PreconditionError):
+                self._store = self._lasting
+                raise AlreadyExists(f"{self._address}: {name} already exists") from None
+            except (ob.BaseError, OSError) as error:
+                found = self._explained(error, call, name)
+                if isinstance(found, NotFound):
+                    self._store = self._lasting
+                    raise found from None
+                raise found from error
+            self._store = self._lasting
+            return done
 
         try:
             return tried() if once else self._patience(tried)
@@ -321,28 +339,6 @@ class ObjectStore:
             if not self._open():
                 raise
             return self._patience(tried)
-
-    @contextmanager
-    def _translated(self, call: str, name: str) -> Iterator[None]:
-        global _used_by
-        _used_by = _used_by or os.getpid()
-        if _used_by != os.getpid():
-            raise InputError(
-                f"{self._address}: an object store was used before this process was forked",
-                hint='Start the process by spawn: multiprocessing.get_context("spawn").',
-            )
-        try:
-            yield
-        except (ob.AlreadyExistsError, ob.PreconditionError):
-            self._store = self._lasting
-            raise AlreadyExists(f"{self._address}: {name} already exists") from None
-        except (ob.BaseError, OSError) as error:
-            found = self._explained(error, call, name)
-            if isinstance(found, NotFound):
-                self._store = self._lasting
-                raise found from None
-            raise found from error
-        self._store = self._lasting
 
     def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
         place = Place(self._address, self._scheme, self._bucket, self._endpoint)
@@ -458,11 +454,8 @@ def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
         options["credential_provider"] = _from_boto3(name)
     if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
         options.setdefault("region", profile["region"])
-    if (
-        "endpoint_url" in profile
-        and "AWS_ENDPOINT_URL" not in os.environ
-        and "endpoint" not in options
-    ):
+    has_endpoint = "AWS_ENDPOINT_URL" in os.environ or "endpoint" in options
+    if "endpoint_url" in profile and not has_endpoint:
         options["endpoint"] = profile["endpoint_url"]
     return options
 

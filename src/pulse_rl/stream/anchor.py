@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import sha256
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,10 +159,11 @@ class AnchorFiles:
         """
         # 1. Pieces in file order, joined into requests of neighboring bytes.
         pieces = sorted(piece for segment in wanted for piece in self._pieces(segment))
+        by_shard = [list(of) for _, of in groupby(pieces, lambda piece: piece.shard)]
         requests = [
-            [pieces[first + number] for number in run]
-            for first, last in _by_shard(pieces)
-            for run in ranges((piece.start, piece.stop) for piece in pieces[first:last])
+            [of[number] for number in run]
+            for of in by_shard
+            for run in ranges((piece.start, piece.stop) for piece in of)
         ]
 
         # 2. Requests in parallel, each scattered into its places in the state.
@@ -256,23 +258,11 @@ class AnchorFiles:
                 start = stop
 
 
-def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
-    """Start and end of the sorted pieces of each shard."""
-    first = 0
-    for at in range(1, len(pieces) + 1):
-        if at == len(pieces) or pieces[at].shard != pieces[first].shard:
-            yield first, at
-            first = at
-
-
 def _unlike(leaves: Mapping[str, bytes], tree: StateDigest) -> Iterator[Segment]:
     """The leaves of a state that differ from those of ``tree``, as segments."""
     for spec in tree.specs:
-        step, mine, right = (
-            LEAF_BYTES // spec.dtype.width,
-            leaves[spec.name],
-            tree.leaves[spec.name],
-        )
+        step = LEAF_BYTES // spec.dtype.width
+        mine, right = leaves[spec.name], tree.leaves[spec.name]
         for at in range(0, len(right), 32):
             if mine[at : at + 32] != right[at : at + 32]:
                 start = at // 32 * step
@@ -316,15 +306,18 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
 
     def end_of(head: bytes) -> int:
         end = 8 + header_length(head, payload.bytes)
-        if end > _LARGE_HEADER:
-            _require_digest(payload, read)
+        if end > _LARGE_HEADER:  # only of a whole shard with the SHA-256 of its name
+            running = sha256()
+            for start in range(0, payload.bytes, MAX_BYTES):
+                running.update(read(start, min(start + MAX_BYTES, payload.bytes)))
+            if running.hexdigest() != payload.sha256:
+                raise CorruptCheckpoint("its header is large, and it does not match its SHA-256")
         return end
 
     try:
         head = read_head(read, payload.bytes, first_read, end_of)
-        if 8 + header_length(head, payload.bytes) > len(
-            head
-        ):  # padding may be cut off: the JSON would still parse
+        # Padding may be cut off: the JSON would still parse.
+        if 8 + header_length(head, payload.bytes) > len(head):
             raise CorruptCheckpoint("its header ends too early")
         placed, metadata, start = parse_header(head, payload.bytes)
         segments = _segments_of([spec for spec, _ in placed], metadata)
@@ -333,15 +326,6 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
     except PulseError as error:
         raise CorruptCheckpoint(f"{_named(payload)}: {error}") from error
     return ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
-
-
-def _require_digest(payload: Payload, read: RangeReader) -> None:
-    """Raise CorruptCheckpoint unless the whole shard has the SHA-256 of its name."""
-    running = sha256()
-    for start in range(0, payload.bytes, MAX_BYTES):
-        running.update(read(start, min(start + MAX_BYTES, payload.bytes)))
-    if running.hexdigest() != payload.sha256:
-        raise CorruptCheckpoint("its header is large, and it does not match its SHA-256")
 
 
 def in_file_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:
@@ -370,29 +354,21 @@ def _segments_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> li
 
     Raises CorruptCheckpoint.
     """
-    slices = _parsed_slices(metadata[SLICES_KEY]) if SLICES_KEY in metadata else {}
+    try:
+        slices = json.loads(metadata.get(SLICES_KEY, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{SLICES_KEY} is not JSON: {error}") from None
+    if not isinstance(slices, dict):
+        raise CorruptCheckpoint(f"{SLICES_KEY} is not an object")
     segments = []
     for spec in specs:
-        segments.append(
-            _segment(spec, slices.pop(spec.name))
-            if spec.name in slices
-            else Segment(spec, 0, spec.elements)
-        )
+        whole = Segment(spec, 0, spec.elements)
+        segments.append(_segment(spec, slices.pop(spec.name)) if spec.name in slices else whole)
     for name in slices:
         raise CorruptCheckpoint(
             f"{SLICES_KEY} speaks of tensor {name[:100]!r}, which the file does not hold"
         )
     return segments
-
-
-def _parsed_slices(text: str) -> dict[str, Any]:
-    try:
-        slices = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{SLICES_KEY} is not JSON: {error}") from None
-    if not isinstance(slices, dict):
-        raise CorruptCheckpoint(f"{SLICES_KEY} is not an object")
-    return slices
 
 
 def _segment(entry: TensorSpec, said: Any) -> Segment:

@@ -318,15 +318,10 @@ class Link(NamedTuple):
             self.parts or (self.payloads[0].sha256 if self.payloads else ""),
         )
 
-    @property
-    def is_patch(self) -> bool:
-        """Whether the link is a version's own patch."""
-        return self.base is not None and not self.is_fold
-
     def __str__(self) -> str:
         if self.base is None:
             return f"the anchor of version {self.version}"
-        return f"the {'patch' if self.is_patch else 'fold'} {self.base}->{self.version}"
+        return f"the {'fold' if self.is_fold else 'patch'} {self.base}->{self.version}"
 
 
 def links_of(manifest: Manifest) -> list[Link]:

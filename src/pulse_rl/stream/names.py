@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InputError, StreamError
@@ -107,39 +106,19 @@ ObjectName = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class StreamNames:
     """The names of the objects of ``stream``; raises InputError for a name that could leave its
     folder."""
 
-    stream: str
-
-    def __post_init__(self) -> None:
-        check_word(self.stream, "a stream")
-
-    @property
-    def versions(self) -> str:
-        return f"{self.stream}/versions"
-
-    @property
-    def payloads(self) -> str:
-        return f"{self.stream}/payloads"
-
-    @property
-    def digests(self) -> str:
-        return f"{self.stream}/digests"
-
-    @property
-    def links(self) -> str:
-        return f"{self.stream}/links"
-
-    @property
-    def epochs(self) -> str:
-        return f"{self.stream}/epochs"
-
-    @property
-    def workers(self) -> str:
-        return f"{self.stream}/workers"
+    def __init__(self, stream: str) -> None:
+        check_word(stream, "a stream")
+        self.stream = stream
+        self.versions = f"{stream}/versions"
+        self.payloads = f"{stream}/payloads"
+        self.digests = f"{stream}/digests"
+        self.links = f"{stream}/links"
+        self.epochs = f"{stream}/epochs"
+        self.workers = f"{stream}/workers"
 
     def version(self, version: int) -> str:
         return f"{self.versions}/{version:012d}.json"
@@ -156,10 +135,6 @@ class StreamNames:
     def anchor(self, version: int, nbytes: int) -> str:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
 
-    def links_from(self, version: int) -> str:
-        """A name that sorts before the links to ``version`` and after those to earlier versions."""
-        return f"{self.links}/{version:012d}"
-
     def worker(self, worker: str, version: int | None) -> str:
         check_word(worker, "a worker")
         return f"{self.workers}/{worker}-{'none' if version is None else f'{version:012d}'}"
@@ -172,11 +147,8 @@ class StreamNames:
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
-        if (
-            folder == self.payloads
-            and (found := _PAYLOAD.fullmatch(last))
-            and found[2] in (PATCH, SHARD, FILE)
-        ):
+        found = _PAYLOAD.fullmatch(last) if folder == self.payloads else None
+        if found and found[2] in (PATCH, SHARD, FILE):
             return PayloadName(found[1], found[2])
         if folder == self.digests and (found := _DIGESTS.fullmatch(last)):
             return DigestsName(found[1], found[2])

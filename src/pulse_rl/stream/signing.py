@@ -102,9 +102,8 @@ class Signer:
                 opened.write(self._key.private_bytes_raw().hex() + "\n")
                 opened.flush()
                 os.fsync(opened.fileno())
-        except (
-            BaseException
-        ) as error:  # an interrupt too: an empty key file would be refused for ever
+        # An interrupt too: an empty key file would be refused for ever.
+        except BaseException as error:
             file.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise disk_error(error, f"write {path}") from error
@@ -140,11 +139,8 @@ class TrustedKeys:
                 hint="None trusts whoever can write.",
             )
         self._keys = {str(key).lower(): _public_key(str(key)) for key in keys}
-
-    @property
-    def keys(self) -> Collection[str]:
-        """The keys in lower case."""
-        return self._keys.keys()
+        #: The keys in lower case.
+        self.keys: Collection[str] = self._keys.keys()
 
     def check(self, manifest: Manifest) -> None:
         """Raise Untrusted unless one of the keys has signed ``manifest``."""

@@ -122,13 +122,8 @@ class Claims:
             newest = self._first(sorted(listed, reverse=True), listed, stream_id if born else "")
             # Unreadable claims keep their numbers: an epoch is never used twice.
             epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
-            claim = Claim(
-                self._names.stream,
-                stream_id,
-                epoch,
-                publisher,
-                newest.publisher if newest else NOBODY,
-            )
+            before = newest.publisher if newest else NOBODY
+            claim = Claim(self._names.stream, stream_id, epoch, publisher, before)
             hit("claim.before")
             # Creation decides between publishers that saw the same list. The slower one lists
             # again.
@@ -189,12 +184,8 @@ class Claims:
                 lambda: whole(self._store, self._names.epoch(epoch), listed[epoch].nbytes),
                 lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
             )
-            if (
-                self._trusted
-                and stream_id
-                and claim.stream_id != stream_id
-                and claim.previous != publisher
-            ):
+            is_other = claim.stream_id != stream_id and claim.previous != publisher
+            if self._trusted and stream_id and is_other:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             if publisher and claim.publisher == publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is the publisher's own")
@@ -233,15 +224,12 @@ class Stream:
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._unreadable, self._unreadable_by_anybody = (
-            UnreadableObjects(on_refused),
-            UnreadableObjects(),
-        )
+        self._unreadable = UnreadableObjects(on_refused)
+        self._unreadable_by_anybody = UnreadableObjects()
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._newest_read: ObjectInfo | None = None
-        self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
         """Read only versions of the stream of ``manifest`` from now on, unless an ID is set
@@ -282,15 +270,11 @@ class Stream:
         unreadable = self._unreadable_by_anybody if anybody else self._unreadable
         read = self._read if anybody else self.manifest
         found = unreadable.first(above, self._listed, read, bounded=known is not None) or known
-        if not anybody:
-            self._accepted = found.version if found else None
         if found is None:
-            nothing = (
-                CorruptManifest(f"no version of {self.name!r} can be read and trusted")
-                if listed
-                else None
-            )
-            return Head(None, listed, unreadable.error or nothing)
+            error = unreadable.error
+            if listed and error is None:
+                error = CorruptManifest(f"no version of {self.name!r} can be read and trusted")
+            return Head(None, listed, error)
         name = self.names.version(found.version)
         if not anybody and (self._held is None or self._held.name != name):
             # As it was read: the listing may show another object by now.
@@ -374,7 +358,7 @@ class Stream:
         """Drop the cached manifests, what was listed, and the stream's ID."""
         self.forget_manifests()
         self._unreadable = UnreadableObjects(self._on_refused)
-        self._accepted, self._listed = None, {}
+        self._listed = {}
         self.stream_id = None
 
     def commit(self, manifest: Manifest) -> bool:
@@ -393,7 +377,8 @@ class Stream:
 
         The payloads of folds are not known yet (`resolved`).
         """
-        start_after = None if after is None else self.names.links_from(after + 1)
+        # A name that sorts before the links to the next version and after those to earlier ones.
+        start_after = None if after is None else f"{self.names.links}/{after + 1:012d}"
         # A name has base, length and digest, so a plan needs no reads. Names are unverified until
         # the link is resolved.
         found = []
@@ -459,10 +444,6 @@ class Stream:
             write_fold(self.name, self.stream_id or "", fold, parts, self._signer),
         )
 
-    def put_fold_record(self, link: Link, record: bytes) -> None:
-        """List a fold with the content of its link in another store (`fold`)."""
-        self.store.put(self.names.fold(name_of(link)), record)
-
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
 
@@ -490,9 +471,8 @@ class Stream:
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
                 self.store.expect(name, payload.bytes)
-                data = (
-                    self.store.get(name, 0, payload.bytes) if payload.bytes else b""
-                )  # some stores refuse an empty range
+                # Some stores refuse an empty range.
+                data = self.store.get(name, 0, payload.bytes) if payload.bytes else b""
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(

@@ -408,10 +408,8 @@ def parse_bandwidth(text: str) -> float:
     """Bit/s from ``text``: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``, ``b``)
     or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError."""
     match = matched(_BANDWIDTH, text)
-    value = math.nan
-    if match:
-        bits = 8 if match[4] == "B" else 1
-        value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * bits
+    bits = 8 if match and match[4] == "B" else 1
+    value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * bits if match else math.nan
     if not 0 < value < math.inf:
         raise InputError(
             f"{text!r} is not a bandwidth above 0",

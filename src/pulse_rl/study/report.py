@@ -288,12 +288,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_drawn(event: Mapping[str, Any]) -> bool:
-    needed = _NUMBERS.get(event["event"])
-    return (
-        needed is not None
-        and isinstance(event.get("stream"), str)
-        and all(_finite(event.get(name)) for name in needed)
-    )
+    needed, named = _NUMBERS.get(event["event"]), isinstance(event.get("stream"), str)
+    return named and needed is not None and all(_finite(event.get(name)) for name in needed)
 
 
 def _finite(value: Any) -> bool:

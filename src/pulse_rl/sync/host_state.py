@@ -177,12 +177,7 @@ class HostState:
 
     # -- moves
 
-    def apply(
-        self,
-        link: Link,
-        patch: Patch,
-        manifest: Manifest,
-    ) -> None:
+    def apply(self, link: Link, patch: Patch, manifest: Manifest) -> None:
         """Move along ``link`` with its ``patch`` to the version of ``manifest``, or stay unchanged.
 
         Raises what `apply_patch` raises. If a patch fails that needs the history, it raises
@@ -225,13 +220,8 @@ class HostState:
                 history = at.history.after(window, remembers, _most_records(patch))
             held = {spec.name for spec in at.state.specs}
             aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
-            self._at = _Position(
-                link.version,
-                at.state.with_aliases(aliases),
-                applied.digest,
-                pending,
-                history,
-            )
+            state = at.state.with_aliases(aliases)
+            self._at = _Position(link.version, state, applied.digest, pending, history)
             self.followed.append(link)
             self.poisoned = False
             hit("apply.moved")
@@ -505,7 +495,6 @@ def _restored(
         # Only the version's own leaves show which parts of an unfinished state are right.
         empty = partial(host.folder.empty, resumes=True)
         with suppress(NotFound, FormatError, IntegrityError):
-            there = None
             if host.folder.unfinished:
                 from ..follow.digest_trees import read_tree
 

@@ -162,13 +162,10 @@ class PublishState:
         # The header names the history only if a block needs it: a reader without it can then apply
         # the patch.
         named = any(encoded.codec_id == codecs.HISTORY for encoded in self.coded)
-        header = PatchHeader(
-            self.base.root,
-            self.root,
-            slices_of(self.layout.specs, self.segments),
-            tuple(map(entry_of, self.coded)),
-            self.base.history.name if named else None,
-        )
+        slices = slices_of(self.layout.specs, self.segments)
+        blocks, history = tuple(map(entry_of, self.coded)), self.base.history
+        past = history.name if named else None
+        header = PatchHeader(self.base.root, self.root, slices, blocks, past)
         return [header.to_bytes(), *(encoded.payload for encoded in self.coded)]
 
     def elements(self, segment: Segment) -> UIntArray:

@@ -55,11 +55,9 @@ def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[
     # The message names both sides of the gap: the highest version below it that a path reaches.
     if target not in best:
         reached = max((v for v in best if v is not None and v < target), default=None)
-        lower = (
-            "nothing below it is reachable"
-            if reached is None
-            else f"the chain reaches version {reached}"
-        )
+        lower = "nothing below it is reachable"
+        if reached is not None:
+            lower = f"the chain reaches version {reached}"
         raise ChainGap(f"no path leads to version {target}: {lower}")
     # Back from the target along the last links.
     path: list[Link] = []

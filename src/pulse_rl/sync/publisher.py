@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import Alone, RankGroup
@@ -335,27 +334,24 @@ class Publisher(Closing, NotCopyable):
                 )
             )
             blocked = time.perf_counter() - began
-            # 3. The rest on the publisher's own thread.
-            return self._submissions.post(request, partial(self._publish_taken, number, blocked))
 
-    def _publish_taken(
-        self,
-        number: int,
-        blocked_seconds: float,
-        taken: PublishRequest | None,
-        submission: Submission,
-    ) -> tuple[Published, PublishRequest | None]:
-        """Publish a submitted version; also return the request whose memory is free again."""
-        # Cancelled, and its memory was reclaimed. Among ranks each rank must report that in its
-        # turn, so the call goes on.
-        if taken is None and not self._together:
-            raise CancelledError
-        request = taken or PublishRequest.refusing(CancelledError())
-        with failures_to(self._listener, self._stream.name, "publish"):
-            published, kept = self._rank.publish(
-                request, number=number, submission=submission, blocked_seconds=blocked_seconds
-            )
-        return published, None if kept else taken
+            # 3. The rest on the publisher's own thread. It also returns the request whose memory is
+            # free again.
+            def publish_taken(
+                taken: PublishRequest | None, submission: Submission
+            ) -> tuple[Published, PublishRequest | None]:
+                # Cancelled, and its memory was reclaimed. Among ranks each rank must report that in
+                # its turn, so the call goes on.
+                if taken is None and not self._together:
+                    raise CancelledError
+                sent = taken or PublishRequest.refusing(CancelledError())
+                with failures_to(self._listener, self._stream.name, "publish"):
+                    published, kept = self._rank.publish(
+                        sent, number=number, submission=submission, blocked_seconds=blocked
+                    )
+                return published, None if kept else taken
+
+            return self._submissions.post(request, publish_taken)
 
     def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
         """Start this stream, which must be new, with a version of another stream.
@@ -470,12 +466,7 @@ class Publisher(Closing, NotCopyable):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._stream.name!r} in {self._stream.store!r}>"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except PulseError:

@@ -454,11 +454,8 @@ class Subscriber(Closing, NotCopyable):
         host = self._host  # a new one if the stream was recreated
         if host.version is None:
             self._absence.poll()
-        if (
-            host.version is None
-            or (target is not None and target != host.version)
-            or host.acknowledged
-        ):
+        elsewhere = target is not None and target != host.version
+        if host.version is None or elsewhere or host.acknowledged:
             return None
         # 3. Return all changes that were not acknowledged, each element once, those of earlier
         # calls too. Those of several are read from the state.

@@ -65,11 +65,9 @@ class Pending:
 
     def merged(self, state: State) -> Pending:
         """The same changes with each element once, with its bits in ``state``."""
-        return (
-            self
-            if self.changes is None or len(self.changes) < 2
-            else self._all_in_one(self.changes, state)
-        )
+        if self.changes is None or len(self.changes) < 2:
+            return self
+        return self._all_in_one(self.changes, state)
 
     def _all_in_one(self, changes: tuple[StateChanges, ...], state: State) -> Pending:
         whole = merged(changes, state)

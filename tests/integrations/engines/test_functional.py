@@ -61,7 +61,7 @@ def test_a_model_that_computes_the_same_is_followed(world: World) -> None:
     world.step()
     session = world.session()
     session.update(None)
-    assert session.proof == "computed"
+    assert session.map.proof == "computed"
     assert session.prove() == []
     assert world.live()
 
@@ -77,10 +77,10 @@ def test_a_model_that_does_not_run_is_compared_by_bits_and_that_is_said(
     session = world.session()
     session.update(None)
     assert (
-        session.proof
+        session.map.proof
         == "bits only: the model does not run by itself (RuntimeError: no such kernel)"
     )
-    assert session.proof in caplog.text
+    assert session.map.proof in caplog.text
     assert world.live()
 
 
@@ -95,8 +95,8 @@ def test_no_second_model_is_made_where_memory_may_not_suffice(
     world.step()
     session = world.session()
     session.update(None)
-    assert session.proof.startswith("left out: no memory for a second model")
-    assert session.proof in caplog.text
+    assert session.map.proof.startswith("left out: no memory for a second model")
+    assert session.map.proof in caplog.text
     with pytest.raises(InputError, match="left out: no memory"):
         session.prove()
     assert world.live()

@@ -50,7 +50,7 @@ def test_tensors_without_a_place_are_named_once(
     session = world.session()
     for _ in range(2):
         world.update(session)
-    assert session.unused == ("draft",)
+    assert session.map.unused == ("draft",)
     assert caplog.text.count("1 tensors of the stream have no place: draft") == 1
 
 
