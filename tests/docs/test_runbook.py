@@ -166,7 +166,6 @@ def test_key_rotation(now: Situation) -> None:
     now.words["OLD"] = old.public_key
     commands = now.run("Key rotation")
     now.words["NEW"] = next(commands).strip()
-    assert len(now.words["NEW"]) == 64
     assert "version 5" in next(commands)
     next(commands)
     assert "version 6" in next(commands)

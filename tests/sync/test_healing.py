@@ -153,7 +153,7 @@ def test_reports_from_before_an_anchor_do_not_count(
         trainer.publish(publisher, 2)
         reported(store, "stuck", 2)
         publisher.publish({"w": Bits(trainer.weights, "BF16")}, anchor=True)
-        pass_time(21)
+        pass_time(11)
         assert trainer.publish(publisher) == [0]
-        pass_time(21)
+        pass_time(11)
         assert trainer.publish(publisher)[0] > 0

@@ -48,7 +48,9 @@ _MAX_ERRORS = 10**9
 # again for so long after a failure, which may have taken minutes.
 _FORWARDING_SECONDS, _AFTER_FAILURE_SECONDS = 1.0, 60.0
 # A publisher reads heartbeats at most this often, in seconds.
-_HEAL_SECONDS = 20.0
+_HEAL_SECONDS = 10.0
+# A worker tries again within this time, and finds a new anchor.
+_RETRIED_SECONDS = 16.0
 # A heartbeat that is older and was not seen to change is of a worker that is gone. By two clocks.
 _ALIVE_SECONDS = 120.0
 # One failure may be a damaged reply.
@@ -364,10 +366,10 @@ class StuckWorkers:
 
     def anchored(self) -> None:
         """An anchor was stored: what workers have reported before it does not count."""
-        self._not_before = max(self._not_before, time.monotonic() + BEAT_SECONDS)
+        self._not_before = max(self._not_before, time.monotonic() + _RETRIED_SECONDS)
 
     def need_anchor(self) -> bool:
-        """Whether the next version should have an anchor for them; at most every 20 seconds the
+        """Whether the next version should have an anchor for them; at most every 10 seconds the
         store is asked. A store that fails is no reason to stop."""
         now = time.monotonic()
         if now < self._look_at:
