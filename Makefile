@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet live test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -91,6 +91,11 @@ $(SGLANG)/.ready: $(SGLANG)/.sglang pyproject.toml $(NATIVE)
 
 bench-vllm: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
+
+# What races the clock, on an idle machine: the alert rules in a real Prometheus (apt-get install prometheus), three incidents
+# of a night.
+live: $(VENV)/.ready
+	PULSE_LIVE=1 $(BIN)/python -m pytest tests/metrics/test_alerts.py tests/benchmarks/test_night.py $(ARGS)
 
 # Under 25 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive
 # sequences, and of a test with many parameters the last.

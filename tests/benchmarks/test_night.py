@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.night.__main__ import main, table
 from benchmarks.night.roles import digest_of
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("PULSE_LIVE" not in os.environ, reason="by the clock: make live")
 def test_three_incidents_need_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "night.jsonl"
     kinds = ["store down", "killed process", "deleted copy of the relay"]

@@ -4,6 +4,7 @@ and each fires for its cause. A minute of the rules is a second here."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -23,7 +24,7 @@ from tests.support.running import Running, got, until
 from tests.support.states import Rng
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.skipif("PULSE_LIVE" not in os.environ, reason="by the clock, minutes: make live"),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus on the path"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
