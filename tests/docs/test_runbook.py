@@ -108,17 +108,15 @@ def test_damaged_object(now: Situation) -> None:
         now.root("STORE")
     assert now.roots[-1] in next(commands)
     assert now.root("STORE") == now.roots[-1]
-    assert list(commands) == []
 
 
 def test_disk_full(now: Situation) -> None:
     now.train(30, keep=20)
     junk = Path(now.store, "policy/payloads", f"{'0' * 64}.patch")
     junk.write_bytes(bytes(10_000))
-    before = len(list(Path(now.store, "policy/versions").iterdir()))
     _, relay = now.run("Disk full")
     assert not junk.exists()
-    assert len(list(Path(now.store, "policy/versions").iterdir())) < before
+    assert not Path(now.store, "policy/versions", f"{9:012d}.json").exists()
     assert "version 29" in relay
     assert now.root("TARGET") == now.root("STORE") == now.roots[-1]
 

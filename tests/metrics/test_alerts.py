@@ -23,10 +23,10 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.running import Running, got, until
 from tests.support.states import Rng
 
-pytestmark = [
-    pytest.mark.skipif("PULSE_LIVE" not in os.environ, reason="by the clock, minutes: make live"),
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus on the path"),
-]
+pytestmark = pytest.mark.skipif(
+    "PULSE_LIVE" not in os.environ or shutil.which("prometheus") is None,
+    reason="by the clock, minutes: make live, with a prometheus on the path",
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RULES = (EXAMPLES / "monitoring" / "alerts.yaml").read_text()
 
