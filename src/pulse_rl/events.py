@@ -332,7 +332,7 @@ class Relayed(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Served(OneLine):
-    """Report an answer of an HTTP server (`pulse serve`).
+    """Report an answer of an HTTP server (``pulse serve``).
 
     Args:
         method: The request's method, such as "GET".

@@ -64,7 +64,7 @@ class FolderServer(Closing):
         folder: The folder of a store.
         bind: An address of this machine, at which others may read. Default: this machine only.
         port: The port. Default: a free one.
-        on_event: Called with `Served` after each answer, on the server's thread.
+        on_event: Called with a `pulse_rl.events.Served` after each answer, on the server's thread.
     Raises:
         InputError: The extra ``serve`` is missing, there is no such folder, ``bind`` is empty, or
             the port cannot be had.
