@@ -97,15 +97,16 @@ def test_a_relays_target_gives_back_what_was_lost(run: Run, harm: Callable[[Path
     for path in harmed:
         assert path.read_bytes() == (run.copy / path.relative_to(run.store)).read_bytes()
     assert "all links are valid" in run.verify(0)
-    assert run.newcomer() == run.root
-    assert "0 objects" in run.repair(run.copy)
 
 
-def test_what_no_copy_has_is_named(run: Run) -> None:
-    patch = run.patch(9)
-    patch.unlink()
-    (run.copy / patch.relative_to(run.store)).unlink()
+@pytest.mark.parametrize("harm", [flip, Path.unlink])
+def test_what_no_copy_has_is_named(run: Run, harm: Callable[[Path], None]) -> None:
+    patch, other = run.patch(9), run.patch(10)
+    other.unlink()
+    for folder in (run.store, run.copy):
+        harm(folder / patch.relative_to(run.store))
     text = run.repair(run.copy, status=1)
+    assert f"restored policy/payloads/{other.name}" in text
     assert f"{patch.name} cannot be restored: version 9 needs it" in text
 
 
@@ -132,7 +133,6 @@ def test_verify_says_in_one_line_what_is_damaged_and_what_depends_on_it(run: Run
     rest.unlink()
     text = run.verify(1)
     assert "; version 9 depends on it\n" in text
-    assert "version 10: the patch 9->10" in text
     assert text.splitlines()[1].endswith("; version 11 depends on it")
 
 

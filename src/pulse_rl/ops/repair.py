@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ChainGap, InputError, NotFound, StateMismatch
+from ..errors import ChainGap, InputError, StateMismatch
 from ..history import history_path, load_history
 from ..patch.blocks import cut
 from ..patch.history import History
@@ -25,6 +25,7 @@ from ..stream.stream import Stream
 from ..sync.commit import store_anchor, store_patch
 from ..sync.host_state import HostState, catch_up
 from ..sync.pending import PublishLayout, PublishState
+from ..sync.planner import BROKEN_LINK
 from .diff import build_patch
 from .gc import payloads_of
 from .relay import copy_payload, holds_whole
@@ -137,7 +138,7 @@ def _restore_payloads(target: Stream, copy: Stream, threads: int | None) -> Iter
         problem = ""
         try:
             copy_payload(copy, target, payload, kind, threads)
-        except (NotFound, *UNREADABLE) as error:
+        except BROKEN_LINK as error:  # the copy has lost it, too
             problem = f"version {manifest.version} needs it: {error}"
         yield Repair(target.names.payload(payload.sha256, kind), problem)
     yield from _restore_digests(target, copy)
@@ -204,7 +205,7 @@ def _with_checkpoint(
         return
     except ChainGap as error:
         gap = f"{error}"
-    name = f"the way to version {manifest.version}"
+    name = f"the path to version {manifest.version}"
     advice = "Run `pulse anchor --from` with a checkpoint of the newest version"
     if host.version is None:
         yield Repair(name, f"{gap}. {advice}")
