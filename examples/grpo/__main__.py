@@ -24,7 +24,7 @@ from .run import (
     note,
     orchestrate,
 )
-from .settings import Settings
+from .settings import GrpoSettings, Settings
 
 RESTARTS = 5
 #: Steps of which the mean reward is shown.
@@ -172,7 +172,7 @@ class Run(Orchestrator):
         print(f"  report    pulse report {self.folder.root} -o report.html\n")
 
 
-def compare_weights(settings: Settings, folder: RunFolder, result: Event | None) -> None:
+def compare_weights(settings: GrpoSettings, folder: RunFolder, result: Event | None) -> None:
     """Compares the roots of the trainer, of all live models and of a newcomer; raises RunFailed
     where two differ."""
     if result is None:
@@ -181,9 +181,7 @@ def compare_weights(settings: Settings, folder: RunFolder, result: Event | None)
     roots = {"trainer": result["root"]}
     roots |= {name: reported_root(store, name, result["version"]) for name in settings.worker_names}
     compare(result["root"], roots | {"newcomer": newcomer_root(store, STREAM)})
-    live = (
-        "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
-    )
+    live = "the engines' parameters, read back" if settings.server_names else "their live models"
     print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
     print("\nevery worker holds the trainer's BF16 weights, bit for bit")
 
@@ -194,14 +192,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(settings: Settings, folder: RunFolder, kills: list[str]) -> None:
+def killed_at(settings: GrpoSettings, kills: list[str]) -> list[tuple[str, int]]:
+    """(role, step) of each ``ROLE@STEP``. Raises ValueError."""
     chosen = []
     for text in kills:
         role, _, step = text.partition("@")
         if role not in settings.roles or not step.isdecimal():
             raise ValueError(f"--kill {text}: expected for instance trainer@50 or worker-0@50")
         chosen.append((role, int(step)))
-    Run(settings, folder, chosen).run()
+    return chosen
+
+
+def run(settings: Settings, folder: RunFolder, kills: list[str]) -> None:
+    Run(settings, folder, killed_at(settings, kills)).run()
 
 
 def main() -> int:

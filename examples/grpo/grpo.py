@@ -43,17 +43,30 @@ def grpo_loss(
     tokens: torch.Tensor,
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
-    clip: float = 0.2,
 ) -> torch.Tensor:
-    """The clipped policy-gradient loss, averaged over answer tokens.
+    """The loss of answers of this task.
 
     ``tokens`` [sequences, PROMPT_TOKENS + ANSWER_TOKENS]; ``old_log_probs`` [sequences,
-    ANSWER_TOKENS], what the worker sampled with; ``advantages`` [sequences]. A worker may be some
-    versions behind: the ratio between the two policies corrects for that, and the clip bounds the
-    correction.
+    ANSWER_TOKENS], what the worker sampled with; ``advantages`` [sequences].
     """
     mask = tokens[:, task.PROMPT_TOKENS :] != task.PAD
     log_probs = log_probabilities(model, tokens)[:, task.PROMPT_TOKENS - 1 :]
+    return clipped_loss(log_probs, old_log_probs, advantages, mask)
+
+
+def clipped_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip: float = 0.2,
+) -> torch.Tensor:
+    """The clipped policy-gradient loss, averaged over the answer tokens that ``mask`` keeps.
+
+    All are [sequences, tokens] but ``advantages``, which are [sequences]. A worker may be some
+    versions behind: the ratio between the two policies corrects for that, and the clip bounds the
+    correction.
+    """
     ratio = torch.exp(log_probs - old_log_probs)
     advantage = advantages[:, None]
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)

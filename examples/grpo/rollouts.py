@@ -24,7 +24,7 @@ class Origin:
 
     ``root`` is the digest of the worker's live model when it generated, not what a manifest
     claimed. ``sync_ms`` is the time to fetch and verify the version, ``pause_ms`` the part during
-    which the model could not generate.
+    which the model could not generate, ``live_ms`` the time since just before its publish.
     """
 
     worker: str
@@ -32,14 +32,15 @@ class Origin:
     root: str
     sync_ms: float = 0.0
     pause_ms: float = 0.0
+    live_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """Answers to some prompts, ``group`` to each, side by side.
 
-    ``tokens`` uint8 [sequences, prompt + answer]; ``log_probs`` float32 [sequences, answer], what
-    the worker sampled with; ``rewards`` float32 [sequences].
+    ``tokens`` integers [sequences, prompt + answer]; ``log_probs`` float32 [sequences, answer],
+    what the worker sampled with; ``rewards`` float32 [sequences].
     """
 
     origin: Origin

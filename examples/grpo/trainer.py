@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,16 +21,21 @@ from . import policy
 from .grpo import group_advantages, grpo_loss, warm_up
 from .rollouts import Inbox, Rollouts
 from .run import STREAM, Alarm, Journal, RunFolder, run_role, wait_for, write_file_atomically
-from .settings import Settings
+from .settings import GrpoSettings, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Trainer:
-    def __init__(self, settings: Settings, folder: RunFolder, alarm: Alarm) -> None:
+    """The loop, for whatever model and loss."""
+
+    def __init__(self, settings: GrpoSettings, folder: RunFolder, alarm: Alarm) -> None:
         self.settings = settings
         self.alarm = alarm
         self.checkpoint = folder.checkpoint("trainer")
         self.journal = Journal(folder.journal("trainer"))
-        self.model = policy.build_model(settings.seed)
+        self.model = self.first_model()
         self.weights = policy.MasterWeights(self.model)
         store = pulse_rl.open_store(folder.store_address)
         self.inbox = Inbox(store, "trainer")
@@ -45,28 +51,24 @@ class Trainer:
             self.step = state.pop("step")
             self.weights.load(state)
         else:
-            self._warm_up()
+            self.prepare()
+            self._save()
         self._take_up_stream()
         while self.step < self.settings.steps:
             self._train_step()
         root = pulse_rl.state_root(self.model.state_dict())
         self.journal.write("result", step=self.step, version=self.newest, root=root)
 
-    def _warm_up(self) -> None:
-        def report(step: int, loss: float, accuracy: float) -> None:
-            self.alarm.check_parent()
-            self.journal.write("warm-up", step=step, loss=loss, accuracy=accuracy)
+    def first_model(self) -> PreTrainedModel:
+        """The model before training."""
+        raise NotImplementedError
 
-        steps, accuracy = self.settings.sft_steps, self.settings.sft_accuracy
-        warm_up(
-            self.weights,
-            self.settings.seed,
-            "warm-up",
-            steps=steps,
-            accuracy=accuracy,
-            report=report,
-        )
-        self._save()
+    def prepare(self) -> None:
+        """What comes before the first version."""
+
+    def loss(self, batches: list[Rollouts], advantages: torch.Tensor) -> torch.Tensor:
+        """The loss of one step, of answers with these ``advantages`` [sequences]."""
+        raise NotImplementedError
 
     def _train_step(self) -> None:
         """As many batches as there are workers, one optimizer step, one version."""
@@ -78,12 +80,7 @@ class Trainer:
         lag = self.newest - min(batch.origin.version for batch in batches)
 
         rewards = torch.cat([batch.rewards for batch in batches])
-        loss = grpo_loss(
-            self.model,
-            torch.cat([batch.tokens for batch in batches]).long(),
-            torch.cat([batch.log_probs for batch in batches]),
-            group_advantages(rewards, self.settings.group),
-        )
+        loss = self.loss(batches, group_advantages(rewards, self.settings.group))
         torch.autograd.backward(loss)
         self.weights.step(self.settings.lr * min(1.0, (self.step + 1) / 10))
         self.step += 1
@@ -104,6 +101,7 @@ class Trainer:
             publish_ms=published.seconds * 1e3,
             sync_ms=max(batch.origin.sync_ms for batch in batches),
             pause_ms=max(batch.origin.pause_ms for batch in batches),
+            live_ms=max(batch.origin.live_ms for batch in batches),
             lag=lag,
             refused=dict(self.inbox.refused),
             waited_ms=waited * 1e3,
@@ -116,7 +114,12 @@ class Trainer:
 
     def _publish(self, **facts: float) -> Published:
         """Commits the model's weights as the next version."""
-        metadata: Metadata = {"step": self.step, "last": self.step == self.settings.steps, **facts}
+        metadata: Metadata = {
+            "step": self.step,
+            "last": self.step == self.settings.steps,
+            "time": time.time(),
+            **facts,
+        }
         published = self.publisher.publish(self.model.state_dict(), metadata=metadata)
         self.newest = published.version
         self.roots[self.newest] = published.root
@@ -143,9 +146,41 @@ class Trainer:
         write_file_atomically(self.checkpoint, lambda file: torch.save(state, file))
 
 
+class ArithmeticTrainer(Trainer):
+    """Trains the small model from random weights."""
+
+    def __init__(self, settings: Settings, folder: RunFolder, alarm: Alarm) -> None:
+        self.sft_steps, self.sft_accuracy = settings.sft_steps, settings.sft_accuracy
+        super().__init__(settings, folder, alarm)
+
+    def first_model(self) -> PreTrainedModel:
+        return policy.build_model(self.settings.seed)
+
+    def prepare(self) -> None:
+        """The supervised warm-up."""
+
+        def report(step: int, loss: float, accuracy: float) -> None:
+            self.alarm.check_parent()
+            self.journal.write("warm-up", step=step, loss=loss, accuracy=accuracy)
+
+        warm_up(
+            self.weights,
+            self.settings.seed,
+            "warm-up",
+            steps=self.sft_steps,
+            accuracy=self.sft_accuracy,
+            report=report,
+        )
+
+    def loss(self, batches: list[Rollouts], advantages: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([batch.tokens for batch in batches]).long()
+        log_probs = torch.cat([batch.log_probs for batch in batches])
+        return grpo_loss(self.model, tokens, log_probs, advantages)
+
+
 def work(settings: Settings, folder: RunFolder, alarm: Alarm) -> None:
     torch.set_num_threads(1)  # three processes share the machine's cores
-    Trainer(settings, folder, alarm).run()
+    ArithmeticTrainer(settings, folder, alarm).run()
 
 
 if __name__ == "__main__":

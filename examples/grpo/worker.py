@@ -7,9 +7,11 @@ on.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +23,9 @@ from . import policy, task
 from .rollouts import Origin, Rollouts, put, put_report, waiting
 from .run import POLL_SECONDS, STREAM, Alarm, RunFolder, run_role
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Batches that may wait for the trainer before the worker pauses; more would only be older when
 #: they are used.
@@ -71,19 +76,20 @@ class Worker:
         if filled[trainer] >= self.inboxes[trainer]:
             return False
         rng, generator = policy.seeded(self.seed, self.name, origin.version, self.made)
+        put(self.store, trainer, self.made, Rollouts(origin, *self.generate(rng, generator)))
+        self.made += 1
+        return True
+
+    def generate(
+        self, rng: random.Random, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, log-probabilities and rewards of one batch, as in `Rollouts`."""
         problems = [
             problem for problem in task.draw_problems(rng, self.prompts) for _ in range(self.group)
         ]
         answers, log_probs = self.answer(problems, generator)
         tokens = torch.cat([task.prompt_tokens(problems), answers], dim=1).to(torch.uint8)
-        put(
-            self.store,
-            trainer,
-            self.made,
-            Rollouts(origin, tokens, log_probs, task.rewards(problems, answers)),
-        )
-        self.made += 1
-        return True
+        return tokens, log_probs, task.rewards(problems, answers)
 
     def follow(self) -> bool:
         """Moves the live model to the newest version; whether there was a newer one."""
@@ -109,7 +115,11 @@ class TorchWorker(Worker):
         self.subscriber = pulse_rl.Subscriber(
             self.store, stream=STREAM, threads=1, on_event=self.events
         )
-        self.model = policy.build_model(self.seed + 1)
+        self.model = self.first_model()
+
+    def first_model(self) -> PreTrainedModel:
+        """One that the first version overwrites."""
+        return policy.build_model(self.seed + 1)
 
     def follow(self) -> bool:
         """Scatters a verified update into the live model, then takes the root of what is now
@@ -120,11 +130,15 @@ class TorchWorker(Worker):
         started = time.perf_counter()
         apply_(self.model, update)
         pause = time.perf_counter() - started
-        self.origin = Origin(
-            self.name, update.version, self.live_root(), update.seconds * 1e3, pause * 1e3
-        )
+        live = time.time() - float(update.metadata.get("time") or time.time())
+        took = [1e3 * seconds for seconds in (update.seconds, pause, live)]
+        self.origin = Origin(self.name, update.version, self.live_root(), *took)
         self.ended = bool(update.metadata["last"])
+        self.see(update)
         return True
+
+    def see(self, update: pulse_rl.Update) -> None:
+        """Called when a version is live."""
 
     def answer(
         self, problems: list[task.Problem], generator: torch.Generator
