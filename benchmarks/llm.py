@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def train(args: argparse.Namespace, store: Path) -> None:
             "apply_s": done - synced,
         }
 
+    answer = partial(llm.likeliest, generating)
     send()
-    write(step=0, held_out=llm.held_out_accuracy(generating, task))
+    write(step=0, held_out=task.accuracy(answer))
     for step in range(1, args.steps + 1):
         rng, generator = seeded(args.seed, step)
         problems = task.draw(rng, PROMPTS)
@@ -169,7 +171,7 @@ def train(args: argparse.Namespace, store: Path) -> None:
             **send(),
         )
         if step % args.evaluate_every == 0 or step == args.steps:
-            write(step=step, held_out=llm.held_out_accuracy(generating, task))
+            write(step=step, held_out=task.accuracy(answer))
     roots = [pulse_rl.state_root(one.state_dict()) for one in (trained, generating)]
     write(trained_root=roots[0], generating_root=roots[1])
     if roots[0] != roots[1]:

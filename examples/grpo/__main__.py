@@ -58,16 +58,7 @@ class Run(Orchestrator):
         self.result = None
         with self:
             self.start("trainer", "examples.grpo.trainer")
-            for index, name in enumerate(self.settings.worker_names):
-                if self.settings.engine == "vllm":
-                    port = str(free_port())
-                    server = self.settings.server_names[index]
-                    self.start(
-                        server, "examples.grpo.vllm_server", "--name", server, "--port", port
-                    )
-                    self.start(name, "examples.grpo.vllm_worker", "--name", name, "--port", port)
-                else:
-                    self.start(name, "examples.grpo.worker", "--name", name)
+            start_workers(self, self.settings, "examples.grpo")
             while self.running():
                 pass
         self._summarize()
@@ -181,9 +172,22 @@ def compare_weights(settings: GrpoSettings, folder: RunFolder, result: Event | N
     roots = {"trainer": result["root"]}
     roots |= {name: reported_root(store, name, result["version"]) for name in settings.worker_names}
     compare(result["root"], roots | {"newcomer": newcomer_root(store, STREAM)})
-    live = "the engines' parameters, read back" if settings.server_names else "their live models"
+    live = (
+        "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
+    )
     print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
     print("\nevery worker holds the trainer's BF16 weights, bit for bit")
+
+
+def start_workers(run: Orchestrator, settings: GrpoSettings, package: str) -> None:
+    """Starts the workers of an example, and a vLLM server for each if they generate with vLLM."""
+    for index, name in enumerate(settings.worker_names):
+        if settings.engine == "vllm":
+            port, server = str(free_port()), settings.server_names[index]
+            run.start(server, f"{package}.vllm_server", "--name", server, "--port", port)
+            run.start(name, f"{package}.vllm_worker", "--name", name, "--port", port)
+        else:
+            run.start(name, f"{package}.worker", "--name", name)
 
 
 def free_port() -> int:

@@ -21,9 +21,12 @@ class GrpoSettings(SavedSettings):
     checkpoint_every: int = option(10, "steps between two checkpoints of the trainer")
     patience: float = option(180.0, "seconds after which a process gives up on its peers")
     seed: int = option(0, "seed of everything random")
+    engine: str = option("torch", "what generates: torch, or vllm, a server for each worker")
 
     def __post_init__(self) -> None:
         self.require_positive("max_lag", "seed", "engine", "model", "sft_accuracy")
+        if self.engine not in ("torch", "vllm"):
+            raise ValueError("engine must be torch or vllm")
         if self.group < 2 or self.max_lag < 0:
             raise ValueError("group must be at least 2 and max_lag at least 0")
 
@@ -33,8 +36,8 @@ class GrpoSettings(SavedSettings):
 
     @property
     def server_names(self) -> list[str]:
-        """The servers that generate for the workers, if any."""
-        return []
+        """One vLLM server for each worker."""
+        return [f"server-{index}" for index in range(self.workers)] if self.engine == "vllm" else []
 
     @property
     def roles(self) -> list[str]:
@@ -47,13 +50,3 @@ class Settings(GrpoSettings):
     sft_accuracy: float = option(
         0.35, "the warm-up ends earlier once this share of sampled answers is right"
     )
-    engine: str = option("torch", "what generates: torch, or vllm, a server for each worker")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.engine not in ("torch", "vllm"):
-            raise ValueError("engine must be torch or vllm")
-
-    @property
-    def server_names(self) -> list[str]:
-        return [f"server-{index}" for index in range(self.workers)] if self.engine == "vllm" else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,30 +28,28 @@ def serve(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, port: 
     model = folder.root / name
     if not (model / "config.json").exists():
         save_first_version(settings, folder, model, alarm)
+    become_server(model, port, settings.prompts * settings.group, tokens=32)
+
+
+def become_server(model: Path, port: str, sequences: int, *, tokens: int) -> NoReturn:
+    """Replaces this process by a server of the checkpoint ``model``, for as many ``sequences`` at
+    once of so many ``tokens``."""
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     environment["VLLM_SERVER_DEV_MODE"] = "1"
-    del environment["OMP_NUM_THREADS"]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--port",
-        port,
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--served-model-name",
-        "policy",
-        "--max-model-len",
-        "32",
-        "--enforce-eager",
-    ]
-    command += ["--disable-uvicorn-access-log"]
-    command += ["--max-num-seqs", str(settings.prompts * settings.group)]
-    command += ["--weight-transfer-config", '{"backend": "pulse"}']
+    environment.pop("OMP_NUM_THREADS", None)
+    options = {
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "served-model-name": "policy",
+        "dtype": "bfloat16",
+        "max-model-len": tokens,
+        "max-num-seqs": sequences,
+        "weight-transfer-config": '{"backend": "pulse"}',
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command += ["--enforce-eager", "--disable-uvicorn-access-log"]
     os.execve(sys.executable, command, environment)
 
 

@@ -22,7 +22,7 @@ from . import task
 from .rollouts import Origin
 from .run import POLL_SECONDS, STREAM, Alarm, RunFolder, run_role, wait_for
 from .settings import Settings
-from .worker import AHEAD, Worker
+from .worker import AHEAD, Worker, seconds_since_publish
 
 
 class VllmWorker(Worker):
@@ -63,8 +63,10 @@ class VllmWorker(Worker):
     def _take_over(
         self, version: int, root: str, metadata: Any, fetch: float, pause: float
     ) -> None:
-        self.origin = Origin(self.name, version, root, fetch * 1e3, pause * 1e3)
+        live = seconds_since_publish(metadata) if pause else 0.0
+        self.origin = Origin(self.name, version, root, fetch * 1e3, pause * 1e3, live * 1e3)
         self.ended = bool(metadata["last"])
+        self.see(metadata)
 
     def _rest(self) -> None:
         """The server is gone; another one will come."""
@@ -82,8 +84,16 @@ class VllmWorker(Worker):
         self, problems: list[task.Problem], generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
         asked = problems[:: self.group]
-        seed = int(torch.randint(2**31, (), generator=generator))
-        choices = complete(self.url, task.prompt_tokens(asked).tolist(), self.group, seed)
+        choices = complete(
+            self.url,
+            task.prompt_tokens(asked).tolist(),
+            n=self.group,
+            seed=int(torch.randint(2**31, (), generator=generator)),
+            temperature=1.0,
+            max_tokens=task.ANSWER_TOKENS,
+            stop_token_ids=[task.STOP],
+            allowed_token_ids=list(range(task.VOCABULARY)),
+        )
         answers = torch.full((len(problems), task.ANSWER_TOKENS), task.PAD)
         log_probs = torch.zeros(len(problems), task.ANSWER_TOKENS)
         for row, choice in enumerate(choices):
@@ -101,21 +111,10 @@ class VllmWorker(Worker):
         return self.origin.root
 
 
-def complete(url: str, prompts: list[list[int]], count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` answers to each prompt at temperature 1, side by side, with their tokens and
-    log-probabilities."""
-    body = {
-        "model": "policy",
-        "prompt": prompts,
-        "n": count,
-        "seed": seed,
-        "temperature": 1.0,
-        "max_tokens": task.ANSWER_TOKENS,
-        "logprobs": 0,
-        "stop_token_ids": [task.STOP],
-        "allowed_token_ids": list(range(task.VOCABULARY)),
-        "return_token_ids": True,
-    }
+def complete(url: str, prompts: list[list[int]], **sampling: Any) -> list[dict[str, Any]]:
+    """The answers to each prompt, side by side, with their tokens and log-probabilities."""
+    fixed = {"model": "policy", "prompt": prompts, "logprobs": 0, "return_token_ids": True}
+    body = fixed | sampling
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import pulse_rl
+from pulse_rl.events import Metadata
 from pulse_rl.frameworks.torch import apply_
 from pulse_rl.metrics import JsonLines
 
@@ -106,6 +107,9 @@ class Worker:
         """The root of what is live, once more from its tensors."""
         raise NotImplementedError
 
+    def see(self, metadata: Metadata) -> None:
+        """Called when a version with this ``metadata`` is live."""
+
 
 class TorchWorker(Worker):
     """The live model is in this process."""
@@ -130,15 +134,12 @@ class TorchWorker(Worker):
         started = time.perf_counter()
         apply_(self.model, update)
         pause = time.perf_counter() - started
-        live = time.time() - float(update.metadata.get("time") or time.time())
-        took = [1e3 * seconds for seconds in (update.seconds, pause, live)]
+        times = (update.seconds, pause, seconds_since_publish(update.metadata))
+        took = [1e3 * seconds for seconds in times]
         self.origin = Origin(self.name, update.version, self.live_root(), *took)
         self.ended = bool(update.metadata["last"])
-        self.see(update)
+        self.see(update.metadata)
         return True
-
-    def see(self, update: pulse_rl.Update) -> None:
-        """Called when a version is live."""
 
     def answer(
         self, problems: list[task.Problem], generator: torch.Generator
@@ -147,6 +148,12 @@ class TorchWorker(Worker):
 
     def live_root(self) -> str:
         return pulse_rl.state_root(self.model.state_dict())
+
+
+def seconds_since_publish(metadata: Metadata) -> float:
+    """The time since the publish of a version began, by the clock of this machine."""
+    began = metadata.get("time")
+    return time.time() - began if isinstance(began, float) else 0.0
 
 
 def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pulse_rl
 
-from ..grpo.__main__ import RESTARTS, compare_weights, killed_at
+from ..grpo.__main__ import RESTARTS, compare_weights, killed_at, start_workers
 from ..grpo.run import STREAM, Columns, Event, Orchestrator, RunFolder, note, orchestrate
 from .model import prepare
 from .settings import Settings
@@ -44,8 +44,7 @@ class Run(Orchestrator):
         prepare(self.settings.folder)
         with self:
             self.start("trainer", "examples.llm_grpo.trainer")
-            for name in self.settings.worker_names:
-                self.start(name, "examples.llm_grpo.worker", "--name", name)
+            start_workers(self, self.settings, "examples.llm_grpo")
             while self.running():
                 pass
         rows = [row for _, row in sorted(self.steps.items()) if row["changed"] is not None]
@@ -53,6 +52,10 @@ class Run(Orchestrator):
             self._summarize(rows)
             draw(rows, self.accuracies, self.folder.root / "run.svg")
         compare_weights(self.settings, self.folder, self.result)
+
+    def awaited(self) -> list[str]:
+        """All but the vLLM servers, which go on until they are stopped."""
+        return ["trainer", *self.settings.worker_names]
 
     def see(self, role: str, event: Event) -> None:
         match event["event"]:

@@ -7,6 +7,7 @@ Every prompt of a task has the same number of tokens, so a batch needs no paddin
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Problem = tuple[int, ...]
+#: Held-out problems that are answered at once.
+_BATCH = 16
 _PROMPT = "<|im_start|>user\nWhat is {sum}?<|im_end|>\n<|im_start|>assistant\n{sum} = "
 
 
@@ -105,3 +108,13 @@ class Additions:
             digits = text[: next((at for at, one in enumerate(text) if not one.isdecimal()), -1)]
             right.append(digits == str(sum(problem)))
         return torch.tensor(right, dtype=torch.float32)
+
+    def accuracy(self, answer: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
+        """The share of held-out problems that ``answer`` gets right: it maps prompts and a number
+        of tokens to as many tokens for each prompt."""
+        right = 0.0
+        for at in range(0, len(self.test), _BATCH):
+            problems = self.test[at : at + _BATCH]
+            answers = answer(self.prompts(problems), self.answer_tokens)
+            right += float(self.rewards(problems, answers).sum())
+        return right / len(self.test)
