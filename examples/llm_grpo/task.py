@@ -7,6 +7,7 @@ Every prompt of a task has the same number of tokens, so a batch needs no paddin
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,9 +105,8 @@ class Additions:
         """
         right = []
         for problem, tokens in zip(problems, answers.tolist(), strict=True):
-            text = self.tokenizer.decode(tokens)
-            digits = text[: next((at for at, one in enumerate(text) if not one.isdecimal()), -1)]
-            right.append(digits == str(sum(problem)))
+            digits, end = re.fullmatch(r"([0-9]*)(.*)", self.tokenizer.decode(tokens), re.S).groups()
+            right.append(digits == str(sum(problem)) and end != "")
         return torch.tensor(right, dtype=torch.float32)
 
     def accuracy(self, answer: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
