@@ -105,8 +105,8 @@ class Additions:
         """
         right = []
         for problem, tokens in zip(problems, answers.tolist(), strict=True):
-            digits, end = re.fullmatch(r"([0-9]*)(.*)", self.tokenizer.decode(tokens), re.S).groups()
-            right.append(digits == str(sum(problem)) and end != "")
+            text = self.tokenizer.decode(tokens)
+            right.append(re.match(f"{sum(problem)}[^0-9]", text) is not None)
         return torch.tensor(right, dtype=torch.float32)
 
     def accuracy(self, answer: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
