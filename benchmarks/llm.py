@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from examples.grpo.policy import MasterWeights, seeded
 from examples.llm_grpo import model as llm
 from examples.llm_grpo.task import Additions
 from pulse_rl.frameworks.torch import apply_
+
+from .results import machine, revision
 
 PROMPTS, GROUP = 8, 8
 TASKS = {
@@ -73,6 +76,14 @@ class Changes:
         self._before = {name: _bits(one).clone() for name, one in self._weights.items()}
         self._zero = {name: one == 0 for name, one in self._weights.items()}
 
+    def sizes(self) -> dict[str, Any]:
+        """Of the model: all elements, those that are 0, and the elements of each kind."""
+        kinds: Counter[str] = Counter()
+        for name, weight in self._weights.items():
+            kinds[_kind(name)] += weight.numel()
+        zeros = sum(int(one.sum()) for one in self._zero.values())
+        return {"elements": kinds.total(), "zeros": zeros, "kinds": kinds}
+
     def count(self) -> dict[str, Any]:
         """Counts since the last call: ``changed``, ``zeros_changed``, and ``kinds``."""
         changed, zeros, kinds = 0, 0, dict.fromkeys(("embedding", "attention", "mlp", "norm"), 0)
@@ -115,8 +126,15 @@ def train(args: argparse.Namespace, store: Path) -> None:
             print({key: rounded[key] for key in rounded if key != "kinds"}, flush=True)
 
     chosen = {key: getattr(args, key) for key in ("lr", "seed", "task", "optimizer")}
-    elements = sum(one.numel() for one in trained.parameters())
-    write(settings=chosen, pulse=not args.without_pulse, elements=elements)
+    write(
+        command="python -m benchmarks.llm train …",
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        revision=revision(),
+        machine=machine(),
+        settings=chosen,
+        pulse=not args.without_pulse,
+        **changes.sizes(),
+    )
     publisher = pulse_rl.Publisher(str(store), stream="policy", threads=1)
     subscriber = pulse_rl.Subscriber(str(store), stream="policy", threads=1)
 
