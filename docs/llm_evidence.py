@@ -26,7 +26,30 @@ def language_model() -> dict[str, str]:
     main = {lr: some for (task, how, lr), some in runs.items() if (task, how) == _MAIN}
     _pictures(dict(sorted(main.items())))
     captions = "\n\n".join(dict.fromkeys(log.caption() for log in logs))
-    return {"llm_table": _table(runs), "llm_kinds": _kinds(main), "llm_logs": captions}
+    return {
+        "llm_table": _table(runs),
+        "llm_kinds": _kinds(main),
+        "llm_apart": _apart(),
+        "llm_logs": captions,
+    }
+
+
+def _apart() -> str:
+    """The studies of kept streams: what changes between versions some steps apart."""
+    studies = [
+        Log.read(f"llm/{path.stem}") for path in sorted((LOGS / "llm").glob("study-*.jsonl"))
+    ]
+    if not studies:
+        return ""
+    apart = [row["k"] for row in studies[0].rows]
+    found = ["| stream | " + " | ".join(f"{k} apart" for k in apart) + " |"]
+    found.append("|---" * (len(apart) + 1) + "|")
+    for log in studies:
+        cells = [f"{row['density']:.2%}, {row['bytes_each']:.2f}" for row in log.rows]
+        found.append(f"| {log.about['stream']} | {' | '.join(cells)} |")
+    captions = "\n\n".join(log.caption() for log in studies)
+    words = "Share of the weights that differ between two versions, and bytes a changed weight:"
+    return "\n\n".join([words, "\n".join(found), captions])
 
 
 def _steps(log: Log) -> list[dict[str, Any]]:
