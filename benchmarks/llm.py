@@ -52,6 +52,15 @@ class Muon(MasterWeights):
         self._optimizer = _Both(muon, adam)  # type: ignore[assignment]
 
 
+class Half(MasterWeights):
+    """FP16 weights. A CPU multiplies them slowly, so the model holds their values in FP32."""
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            weight.copy_(master.half())
+
+
 class _Both:
     """Two optimizers as one, as far as `MasterWeights` asks."""
 
@@ -98,7 +107,8 @@ class Changes:
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(torch.int16)
+    """Of BF16 weights, or of FP16 weights whose values are held in FP32."""
+    return (weight if weight.dtype == torch.bfloat16 else weight.half()).view(torch.int16)
 
 
 def _kind(name: str) -> str:
@@ -114,7 +124,12 @@ def train(args: argparse.Namespace, store: Path) -> None:
     folder = llm.prepare(args.model)
     task = Additions(llm.load_tokenizer(folder), **TASKS[args.task])
     trained, generating = llm.load_model(folder), llm.load_model(folder)
-    weights = (Muon if args.optimizer == "muon" else MasterWeights)(trained)
+    received = generating
+    how: type[MasterWeights] = Muon if args.optimizer == "muon" else MasterWeights
+    if args.dtype == "F16":
+        trained, received = trained.half().float(), generating.half()
+        generating, how = llm.load_model(folder).float(), Half
+    weights = how(trained)
     changes = Changes(trained)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     file = args.json.open("w", buffering=1)
@@ -125,7 +140,7 @@ def train(args: argparse.Namespace, store: Path) -> None:
         if ("reward" in row and row["step"] % 10 == 0) or "held_out" in row:
             print({key: rounded[key] for key in rounded if key != "kinds"}, flush=True)
 
-    chosen = {key: getattr(args, key) for key in ("lr", "seed", "task", "optimizer")}
+    chosen = {key: getattr(args, key) for key in ("lr", "seed", "task", "optimizer", "dtype")}
     write(
         command="python -m benchmarks.llm train …",
         date=time.strftime("%Y-%m-%d", time.gmtime()),
@@ -146,12 +161,14 @@ def train(args: argparse.Namespace, store: Path) -> None:
                     to.copy_(of)
             return {}
         started = time.perf_counter()
-        published = publisher.publish(trained)
+        published = publisher.publish(trained, dtype=args.dtype)
         at = time.perf_counter()
         update = subscriber.sync()
         assert update is not None
         synced = time.perf_counter()
-        apply_(generating, update)
+        apply_(received, update)
+        if received is not generating:
+            generating.load_state_dict(received.state_dict())
         done = time.perf_counter()
         return {
             "patch_bytes": published.patch_bytes,
@@ -190,7 +207,9 @@ def train(args: argparse.Namespace, store: Path) -> None:
         )
         if step % args.evaluate_every == 0 or step == args.steps:
             write(step=step, held_out=task.accuracy(answer))
-    roots = [pulse_rl.state_root(one.state_dict()) for one in (trained, generating)]
+    roots = [
+        pulse_rl.state_root(one.to(received.dtype).state_dict()) for one in (trained, generating)
+    ]
     write(trained_root=roots[0], generating_root=roots[1])
     if roots[0] != roots[1]:
         raise SystemExit("the generating model does not hold the trained weights")
@@ -208,6 +227,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--task", choices=TASKS, default="two terms")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--dtype", choices=["BF16", "F16"], default="BF16")
     parser.add_argument("--evaluate-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--without-pulse", action="store_true")
     parser.add_argument("--model", type=Path, default=llm.FOLDER)
