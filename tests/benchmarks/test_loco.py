@@ -4,8 +4,7 @@ among threads."""
 from __future__ import annotations
 
 import random
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import trace
-from benchmarks.loco import __main__ as command
 from benchmarks.loco import learning, links, methods, recorded, tables, tasks, trainer
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, RoundRecord
 from benchmarks.loco.learning import Outcome, Variant
@@ -90,18 +88,6 @@ def test_recorded_steps_by_every_method() -> None:
     assert {s.payload_bytes for s in found[0][methods.DILOCO_INT8]} == {PARAMETERS + 4}
     assert {s.payload_bytes for s in found[0][methods.DILOCO_FP4]} == {PARAMETERS // 2 + 4}
     assert {s.entries for s in found[0]["SparseLoCo 3%"]} == {3 * PARAMETERS // 100}
-
-
-def test_jobs_travel_as_json() -> None:
-    for quick in (False, True):
-        jobs = links.jobs(quick, "http://localhost:5000")
-        assert {name for name, _ in jobs} == set(links.METHODS)
-        assert len(links.jobs(quick, None)) == len(jobs) - (1 if quick else 2), (
-            "only a network has a store"
-        )
-        for _, job in jobs:
-            assert Job(**asdict(job)) == job
-            assert job.method in methods.METHODS
 
 
 def test_recorded_steps_are_what_training_took_off(
@@ -232,17 +218,6 @@ def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
     late = outcome(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])])
     assert tables.rounds_behind(late, reference) == pytest.approx(1.5)
     assert tables.rounds_behind(reference, late) is None
-
-
-def test_help_names_every_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["loco", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert all(group in printed for group in learning.GROUPS)
 
 
 # -- what is never trained on

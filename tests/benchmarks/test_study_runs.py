@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.study import tables
 from benchmarks.study.recorder import Recorder
 from benchmarks.study.settings import KS, RUNS, STEADY_FROM, STEPS, Settings
 from pulse_rl import Bits, State
@@ -46,20 +45,6 @@ def test_the_steady_part_counts_and_every_step_has_a_density(rng: Rng) -> None:
         assert row["sparsity"] == pytest.approx(np.mean(pairs))
         assert (row["pairs"], row["coded_pairs"]) == (35 - k, 2)
     assert [row["k"] for row in result["study"]["rows"]] == list(KS)
-
-
-def test_the_tables_show_each_run(rng: Rng) -> None:
-    result, _ = recorded(rng, Settings("of-two", "minilm", 1e-6, steps=36, steady_from=2))
-    text = tables.all_tables([result, result])
-    sparsity = 100 * result["study"]["rows"][0]["sparsity"]
-    assert text.count(f"| of-two | {sparsity:.3f} |") == 4  # sparsity and untouched agree at k = 1
-    assert "Density in % by exponent" in text
-    history = result["study"]["history"]
-    assert f"| of-two | {100 * history['ages'][0]['share']:.1f} | " in text
-    assert (
-        f"| {history['bytes_per_changed_auto']:.3f} / {history['bytes_per_changed_history']:.3f} |"
-        in text
-    )
 
 
 def test_each_run_has_room_for_all_k() -> None:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, Update, state_root
+from pulse_rl import State, Update, state_root
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks import torch as integration
 from pulse_rl.frameworks.torch import Scatter, Sent, apply_, by_indices, scatter
 from pulse_rl.patch.apply import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.sync.update import TensorUpdate
+from tests.support.cuda import Event, Stream, on_device, stand_in
+from tests.support.interrupts import Boom, Steps
 from tests.support.scatter import check, kernel_of_numpy
-from tests.support.states import Rng, all_dtypes, mutated, present
+from tests.support.states import Rng, all_dtypes, mutated
 
 
 @pytest.mark.parametrize(
@@ -68,39 +72,108 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int((flat == k + 1).sum()) for k, flat in enumerate(tensors)] == counts
 
 
-@pytest.mark.parametrize(
-    "how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"]
-)
-def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
-    """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
-    monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
-    monkeypatch.setattr(integration, "_launch_of", lambda device: how)
-    old, strided = all_dtypes(rng, 100), False
-    store = MemoryStore()
-    with (
-        Publisher(store, stream="policy") as publisher,
-        Subscriber(store, stream="policy") as worker,
-    ):
-        publisher.publish(old)
-        assert worker.sync() is not None
-        assert worker.state is not None
-        model = integration.to_torch(worker.state.copy())
-        for name, tensor in model.items():
-            if tensor.dtype == torch.bfloat16 and tensor.numel() > 1:
-                apart = torch.empty((*tensor.shape, 2), dtype=torch.int16)[..., 0]
-                model[name] = apart.copy_(tensor.view(torch.int16)).view(torch.bfloat16)
-                strided = not model[name].is_contiguous()
-        assert strided
-        for _ in range(3):
-            old = mutated(rng, old, 0.2)
-            publisher.publish(old)
-            update = present(worker.sync())
-            versions = {name: tensor._version for name, tensor in model.items()}
-            apply_(model, update)
-            assert state_root(model) == worker.root
-            assert all(
-                model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors
-            ), "autograd knows"
+# -- a stand-in for a GPU: what its stream is given runs when the host waits for an event, or when a
+# test says so. How fast anything is, or what a real device does, is not tested here.
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, list[int]]]:
+    """(its stream, the sizes of what was page-locked). Two threads fill buffers of 1 kB and groups
+    of 100 changes."""
+
+    def launch(sent: Sent) -> None:
+        current.work.append(lambda: kernel_of_numpy(sent))
+
+    with stand_in(monkeypatch) as (current, locked):
+        Stream.gate.set()
+        settings = {"_BUFFER_BYTES": 1 << 10, "_GROUP_ELEMENTS": 100, "_FILLERS": 2}
+        calls = {"default_threads": lambda: 16, "_launch_of": lambda _: launch}
+        for name, value in {**settings, **calls}.items():
+            monkeypatch.setattr(integration, name, value)
+        yield current, locked
+
+
+def changes(old: State, new: State, *, full: bool) -> tuple[Update, list[Any]]:
+    """An update, and the arrays that it refers to."""
+    tensors, arrays = [], []
+    for spec in new.specs:
+        before, values = old.read(spec.name), new.read(spec.name).copy()
+        indices = None if full else np.flatnonzero(before != values)
+        if indices is not None:
+            values = values[indices]
+        tensors.append(TensorUpdate(spec, indices, values))
+        arrays += [values] if indices is None else [values, indices]
+    return Update(1, None if full else 0, "", tuple(tensors), {}, {}, 0, 0.0), arrays
+
+
+def in_device_memory(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A model of which one tensor is strided and one a lazy conjugate; and its plain memory."""
+    memory = integration.to_torch(state.copy())
+    memory["BF16.values"] = memory["BF16.values"].repeat_interleave(2, dim=1)[:, ::2]
+    memory["C64.values"] = memory["C64.values"].conj().clone().conj()
+    assert not memory["BF16.values"].is_contiguous()
+    assert memory["C64.values"].is_conj()
+    return {name: on_device(tensor) for name, tensor in memory.items()}, memory
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_buffer_is_filled_again_when_the_device_has_copied_it(
+    rng: Rng, device: tuple[Stream, list[int]], monkeypatch: pytest.MonkeyPatch, *, full: bool
+) -> None:
+    """And the host waits for nothing else: once a buffer, whatever the number of tensors."""
+    current, locked = device
+    asked, recorded = [], []
+    wait, record = Event.synchronize, Event.record
+    monkeypatch.setattr(Event, "synchronize", lambda event: (asked.append(1), wait(event)))
+    monkeypatch.setattr(Event, "record", lambda *of: (recorded.append(1), record(*of)))
+    monkeypatch.setattr(Stream, "synchronize", None)
+    tensors = all_dtypes(rng, 2000)
+    old, new = State.of(tensors), State.of(mutated(rng, tensors, 0.3))
+    model, memory = in_device_memory(old)
+    update, arrays = changes(old, new, full=full)
+    versions = {name: tensor._version for name, tensor in model.items()}
+    apply_(model, update)
+    for array in arrays:  # nobody has to keep what the device has not copied yet
+        array[...] = 0
+    assert current.done < len(current.work)
+    assert len(asked) == len(recorded) - len(locked) > 50
+    transfers = 3 if full else 6  # one for each width, and for each tensor that is not plain
+    assert len(locked) <= 4 * transfers
+    assert max(locked) <= 2048
+    current.run()
+    assert state_root(memory) == state_root(new)
+    moved = {name for name, tensor in model.items() if tensor._version > versions[name]}
+    assert moved == {t.spec.name for t in update.tensors if t.elements}, "autograd knows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [True, False])
+def test_an_interrupt_leaves_old_and_new_bits(
+    rng: Rng, device: tuple[Stream, list[int]], *, full: bool
+) -> None:
+    """The device goes on with what it was given, from memory that nobody has used again."""
+    current, _ = device
+    tensors = all_dtypes(rng, 120)
+    old, new = State.of(tensors), State.of(mutated(rng, tensors, 0.3))
+    update, _ = changes(old, new, full=full)
+    number, step, interrupted = 0, 1999, True
+    while interrupted:
+        number, interrupted = number + step, False
+        model, memory = in_device_memory(old)
+        try:
+            Steps(number).run(partial(apply_, model, update))
+        except Boom:
+            interrupted = True
+        current.run()
+        found = State.of(memory)
+        for spec in new.specs:
+            bits = found.read(spec.name)
+            before, after = old.read(spec.name), new.read(spec.name)
+            assert ((bits == before) | (bits == after)).all(), (spec.name, number)
+        apply_(model, update)
+        current.run()
+        assert state_root(memory) == state_root(new), f"again, after an interrupt at {number}"
+    assert number > 3 * step
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])

@@ -1,7 +1,8 @@
 """torch: scatter an update into a live model, and host states as torch tensors.
 
-Changed elements of many tensors on a CUDA device are sent in groups: one transfer and, with Triton,
-one kernel launch for all of a group.
+What goes to a CUDA device is put together in page-locked buffers, by threads, while the device
+copies from those that are full. Changed elements of many tensors share a transfer and, with Triton,
+a kernel launch.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util import extra
+from .._util.threads import default_threads, ordered_map
 
 with extra("torch"):
     import torch
@@ -28,7 +31,6 @@ from ..patch.apply import TensorChanges
 from ..sharding.layout import SliceSpec
 from ..state.bits import LINE, UIntArray
 from ..state.tensors import DTYPES, State, TensorSpec, is_sharded
-from ..submit import page_locked
 from ..sync.update import TensorUpdate, Update, changes_of
 
 __all__ = ["apply_", "to_torch"]
@@ -42,7 +44,12 @@ _TORCH = {
 _SHARED_AT_ONCE = 1 << 22
 #: What one program of the kernel writes.
 PROGRAM_ELEMENTS = 1024
-_GROUP_ELEMENTS = 1 << 22
+_GROUP_ELEMENTS = 1 << 20
+#: Bytes of whole tensors in a buffer; a group of changes has 6 MB in BF16, and 16 at most.
+_BUFFER_BYTES = 8 << 20
+#: More threads do not copy faster than memory can. Each has a buffer that it fills and one that the
+#: device copies from: 128 MiB page-locked in all.
+_FILLERS = 8
 _LAUNCHES: dict[torch.device, Launch] = {}
 _DENSE = "Updates go into dense tensors; load a quantized model through its own loader."
 
@@ -56,9 +63,10 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     each rank calls this with the same update, of a subscriber of its own. Ranks do not wait for
     each other.
 
-    On a CUDA device changed elements are written by the stream that is current there; with Triton,
-    up to four million of them, of all tensors of one width, by one transfer and one kernel launch.
-    This returns before they are written, as torch's own operations do.
+    A CUDA device is written to by the stream that is current there; with Triton, up to a million
+    changed elements, of all tensors of one width, by one transfer and one kernel launch. This
+    returns before they are written, as torch's own operations do: the host waits only for a
+    page-locked buffer that is free again. Nothing refers to the update's memory by then.
 
     Everything is checked before the first write. torch does not know memory that is mapped
     read-only from other memory: writing there ends the process.
@@ -92,23 +100,31 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     held = _required_version(model, update)
     for changed in update.tensors:
         _require_fitting(changed)
-    plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    aliases: dict[str, list[str]] = {}
+    for alias, name in update.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    plan = [
+        (t, target)
+        for t in update.tensors
+        for target in _targets(t, tensors, aliases.get(t.spec.name, ()))
+    ]
     # 2. From here on the model is between two versions: after an interrupt only an update that
     # covers both goes on.
     _note_version(model, update, held, update.version)
-    scattered = []
-    for whole, (attached, box) in plan:
+    sent: list[Whole] = []
+    scattered: list[Scatter] = []
+    for tensor, (attached, box) in plan:
         # Not within no_grad(): an interrupt there would leave gradients off.
         target = attached.detach()
-        tensor = whole if box is None else _share(whole, box)
-        changes = changes_of(tensor)
-        # Many small writes to a device are gathered, and sent at once.
-        if changes is not None and _is_on_cuda(target) and _is_plain(target):
-            scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
+        if not _is_on_cuda(target):
+            _write(tensor if box is None else _share(tensor, box), target)
+        elif _is_plain(target):
+            # Many small writes to a device are gathered, and sent at once.
+            _add(tensor, box, target.view(-1).view(_INTS[tensor.spec.dtype.width]), sent, scattered)
         else:
-            _write(tensor, target)
-    if scattered:
-        scatter(scattered)
+            _write_apart(tensor, box, target)
+    send(sent)
+    scatter(scattered)
     # 3. The model holds the version; the next `sync` starts from there.
     _note_version(model, update, update.version, update.version)
     update.acknowledge()
@@ -206,11 +222,10 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def _targets(
-    update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]
+    update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: Iterable[str]
 ) -> list[_Target]:
     spec = update.spec
-    names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
-    present = [name for name in names if name in tensors]
+    present = [name for name in (spec.name, *aliases) if name in tensors]
     if not present:
         raise StateMismatch(
             f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors)
@@ -346,7 +361,7 @@ def _require_fitting(update: TensorUpdate) -> None:
 
 
 def _is_on_cuda(target: torch.Tensor) -> bool:
-    return target.is_cuda
+    return target.device.type == "cuda"
 
 
 def _is_plain(target: torch.Tensor) -> bool:
@@ -355,6 +370,7 @@ def _is_plain(target: torch.Tensor) -> bool:
 
 
 def _write(update: TensorUpdate, target: torch.Tensor) -> None:
+    """Not for CUDA devices: the host waits for each transfer."""
     width = update.spec.dtype.width
     values = _from_numpy(update.values, width).to(target.device)
     # Written as integers: float8 has no scatter kernel everywhere, and a float copy need not keep
@@ -368,6 +384,35 @@ def _write(update: TensorUpdate, target: torch.Tensor) -> None:
         target.copy_(flat.view(target.dtype).view(target.shape))
 
 
+def _write_apart(update: TensorUpdate, box: SliceSpec | None, target: torch.Tensor) -> None:
+    """Writes to a device's tensor whose elements are strided or lazily changed, through a plain
+    copy on the device."""
+    plain = target.resolve_conj().resolve_neg().contiguous()
+    sent: list[Whole] = []
+    scattered: list[Scatter] = []
+    _add(update, box, plain.view(-1).view(_INTS[update.spec.dtype.width]), sent, scattered)
+    send(sent)
+    scatter(scattered)
+    target.copy_(plain, non_blocking=True)
+
+
+def _add(
+    update: TensorUpdate,
+    box: SliceSpec | None,
+    flat: torch.Tensor,
+    sent: list[Whole],
+    scattered: list[Scatter],
+) -> None:
+    """Adds what the update writes to ``flat``, all of the tensor or of ``box``, to its list."""
+    if changes_of(update) is None:
+        # A box is read piece by piece: in one it would take as much memory again.
+        sent.append(Whole(update.values, box, flat))
+        return
+    changes = changes_of(update if box is None else _share(update, box))
+    assert changes is not None
+    scattered.append(Scatter(changes, flat))
+
+
 def _from_numpy(bits: UIntArray, width: int) -> torch.Tensor:
     """The same bits in the integer type of that width; a copy where torch would warn of read-only
     memory."""
@@ -375,7 +420,154 @@ def _from_numpy(bits: UIntArray, width: int) -> torch.Tensor:
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
 
 
-# -- changed elements of many tensors on a device
+# -- what goes to a device: loads, each of which fits into a buffer
+
+
+class Load(Protocol):
+    """``nbytes`` for a device: the host fills a buffer with them, and the device copies them."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def fill(self, host: npt.NDArray[np.uint8]) -> None:
+        """Any thread may call it."""
+
+    def launch(self, host: torch.Tensor) -> None:
+        """Gives the copies from ``host`` to the device's current stream."""
+
+
+class _Buffer:
+    """Page-locked memory of ``nbytes``, ordinary memory where none can be locked.
+
+    torch keeps the memory of a page-locked tensor until the copies from it have ended, whoever
+    drops the tensor. This must not be circumvented: by another tensor over the same memory, say.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:  # no device, or the system's limit of locked memory
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Waits until the device has copied what was there before."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory[:nbytes]
+
+    def launched(self, device: torch.device) -> None:
+        """The copies were given to the current stream of ``device``."""
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(device))
+
+
+def _transfer(device: torch.device, loads: Sequence[Load]) -> None:
+    """Fills buffers by threads and launches each when it is full. Returns before the device has
+    copied the last ones.
+
+    Only the caller's thread, whose current stream counts, deals with the device.
+    """
+    threads = min(default_threads(), _FILLERS, len(loads))
+    # `ordered_map` asks for an item when all but the last `threads` ones were launched: with more
+    # buffers than threads the one that is taken again has been launched.
+    size = max(load.nbytes for load in loads)
+    buffers = [_Buffer(size) for _ in range(min(2 * threads, len(loads)))]
+
+    def taken() -> Iterator[tuple[Load, torch.Tensor]]:
+        for number, load in enumerate(loads):
+            yield load, buffers[number % len(buffers)].take(load.nbytes)
+
+    def filled(one: tuple[Load, torch.Tensor]) -> tuple[Load, torch.Tensor]:
+        one[0].fill(one[1].numpy())
+        return one
+
+    with closing(ordered_map(filled, taken(), threads)) as full:
+        for number, (load, host) in enumerate(full):
+            load.launch(host)
+            buffers[number % len(buffers)].launched(device)
+
+
+# -- whole tensors
+
+
+class Whole(NamedTuple):
+    """All elements of a live tensor ``flat``, integers of their width [n]: ``values``, or those of
+    them in ``box``."""
+
+    values: UIntArray
+    box: SliceSpec | None
+    flat: torch.Tensor
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        """Elements [``start``, ``stop``) of ``flat``."""
+        if self.box is None:
+            return self.values[start:stop]
+        return self.box.take(lambda first, last: self.values[first:last], start, stop)
+
+
+class _Part(NamedTuple):
+    """Elements [``start``, ``stop``) of ``whole``, at the byte ``at`` of a buffer."""
+
+    whole: Whole
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + (self.stop - self.start) * self.whole.flat.element_size()
+
+
+class _Parts(list[_Part]):
+    """A `Load`."""
+
+    @property
+    def nbytes(self) -> int:
+        return self[-1].end
+
+    def fill(self, host: npt.NDArray[np.uint8]) -> None:
+        for part in self:
+            values = part.whole.read(part.start, part.stop)
+            host[part.at : part.end].view(values.dtype)[:] = values
+
+    def launch(self, host: torch.Tensor) -> None:
+        for part in self:
+            flat = part.whole.flat
+            flat[part.start : part.stop].copy_(
+                host[part.at : part.end].view(flat.dtype), non_blocking=True
+            )
+
+
+def send(wholes: Iterable[Whole]) -> None:
+    """Writes all of them, on the current streams of their devices. Returns when it is given to
+    these, before they have done it."""
+    devices: dict[torch.device, list[Whole]] = {}
+    for whole in wholes:
+        if len(whole.flat):
+            devices.setdefault(whole.flat.device, []).append(whole)
+    for device, alike in devices.items():
+        _transfer(device, list(_loads(alike)))
+
+
+def _loads(wholes: Iterable[Whole]) -> Iterator[_Parts]:
+    """Small tensors share a load, a large one has many."""
+    load, at = _Parts(), 0
+    for whole in wholes:
+        start, width = 0, whole.flat.element_size()
+        while start < len(whole.flat):
+            stop = min(len(whole.flat), start + (_BUFFER_BYTES - at) // width)
+            load.append(_Part(whole, start, stop, at))
+            at, start = load.nbytes + -load.nbytes % LINE, stop
+            if at >= _BUFFER_BYTES:
+                yield load
+                load, at = _Parts(), 0
+    if load:
+        yield load
+
+
+# -- changed elements of many tensors
 
 
 class Scatter(NamedTuple):
@@ -402,28 +594,50 @@ class Sent(NamedTuple):
 Launch = Callable[[Sent], None]
 
 
+class _Group:
+    """A `Load`: ``changed`` of one device and one width, which ``launch`` writes."""
+
+    def __init__(self, changed: Sequence[Scatter], launch: Launch) -> None:
+        self._changed, self._launch = changed, launch
+        self._flats = [one.flat for one in changed]
+        self._firsts = [0, *accumulate(len(one.changes) for one in changed)]
+        self._position = np.dtype(np.int32 if max(map(len, self._flats)) < 1 << 31 else np.int64)
+        value = self._flats[0].element_size()
+        self._programs = _programs(self._flats, self._firsts)
+        sizes = [
+            self._programs.nbytes,
+            *(self._firsts[-1] * n for n in (self._position.itemsize, value)),
+        ]
+        # Aligned alike, which Triton compiles for.
+        self._ends = list(accumulate(size + -size % LINE for size in sizes))
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1]
+
+    def fill(self, host: npt.NDArray[np.uint8]) -> None:
+        rows, places, _ = self._ends
+        host[: self._programs.nbytes].view(np.int64)[:] = self._programs.reshape(-1)
+        value = np.dtype(f"u{self._flats[0].element_size()}")
+        indices, values = host[rows:places].view(self._position), host[places:].view(value)
+        for one, (first, stop) in zip(self._changed, pairwise(self._firsts), strict=True):
+            one.changes.write_into(indices[first:stop], values[first:stop])
+
+    def launch(self, host: torch.Tensor) -> None:
+        rows, places, _ = self._ends
+        sent = self._flats[0].new_empty(len(host), dtype=torch.uint8)
+        sent.copy_(host, non_blocking=True)
+        programs = sent[: self._programs.nbytes].view(torch.int64).view(-1, 3)
+        positions = sent[rows:places].view(_INTS[self._position.itemsize])
+        values = sent[places:].view(self._flats[0].dtype)
+        self._launch(Sent(self._flats, self._firsts, positions, values, programs))
+        for flat in self._flats:
+            torch.autograd.graph.increment_version(flat)
+
+
 def write_group(group: Sequence[Scatter], launch: Launch) -> None:
     """Sends a group, of one device and one width, and launches what writes it."""
-    flats = [one.flat for one in group]
-    firsts = [0, *accumulate(len(one.changes) for one in group)]
-    programs = _programs(flats, firsts)
-    position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
-    value = np.dtype(f"u{flats[0].element_size()}")
-    sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
-    # Aligned alike, which Triton compiles for.
-    ends = list(accumulate(size + -size % LINE for size in sizes))
-    host = page_locked(ends[-1])
-    host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
-    indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)
-    for one, (first, stop) in zip(group, pairwise(firsts), strict=True):
-        one.changes.write_into(indices[first:stop], values[first:stop])
-    sent = flats[0].new_empty(len(host), dtype=torch.uint8)
-    sent.copy_(torch.from_numpy(host), non_blocking=True)
-    rows = sent[: programs.nbytes].view(torch.int64).view(-1, 3)
-    places = sent[ends[0] : ends[1]].view(torch.from_numpy(indices).dtype)
-    launch(Sent(flats, firsts, places, sent[ends[1] :].view(flats[0].dtype), rows))
-    for flat in flats:
-        torch.autograd.graph.increment_version(flat)
+    _transfer(group[0].flat.device, [_Group(group, launch)])
 
 
 def by_indices(sent: Sent) -> None:
@@ -450,8 +664,7 @@ def scatter(changed: Iterable[Scatter]) -> None:
             kinds.setdefault((one.flat.device, one.flat.element_size()), []).append(one)
     for (device, _), alike in kinds.items():
         launch = _launch_of(device)
-        for group in _groups(alike):
-            write_group(group, launch)
+        _transfer(device, [_Group(group, launch) for group in _groups(alike)])
 
 
 def _groups(changed: Iterable[Scatter]) -> Iterator[list[Scatter]]:

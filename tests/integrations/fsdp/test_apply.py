@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import UnsupportedTensor
+from pulse_rl.frameworks import torch as torch_integration
 from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, gathered, policy, step
 from tests.support.states import present
@@ -37,7 +39,9 @@ def followed_by(trainer: Trainer, name: str, model: nn.Module) -> None:
         trainer.barrier(f"{name} published {version}", tuple(range(trainer.size)))
         update = present(subscriber.sync())
         assert update.version == version
-        apply_(model, update)
+        # Every other one, the first and whole one too, as on a GPU: the CPU is a stand-in.
+        with patch.object(torch_integration, "_is_on_cuda", lambda _, even=version % 2 == 0: even):
+            apply_(model, update)
         whole, expected = gathered(model.state_dict()), plain.state_dict()
         assert all(torch.equal(bits(whole[key]), bits(expected[key])) for key in expected)
         with torch.no_grad():  # which leaves the parameters of an FSDP2 root whole
