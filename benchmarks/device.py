@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.sizes import SHAPES as MODELS
 from benchmarks.synthetic import SHAPES
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
 from pulse_rl.frameworks.torch import apply_
@@ -31,15 +32,8 @@ NAMES = [*SHAPES, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"]
 
 
 def tensors(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a state; those of a Qwen3 as transformers has them."""
-    if shape in SHAPES:
-        return list(SHAPES[shape].tensors())
-    from benchmarks.engines import SHAPES as MODELS
-
-    kind, configuration, sizes = MODELS[shape]
-    with torch.device("meta"):
-        model = kind(configuration(**sizes))
-    return [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    """Names and shapes of a state."""
+    return list((SHAPES.get(shape) or MODELS[shape.removeprefix("qwen3-")]).tensors())
 
 
 def step(weights: Weights, number: int) -> None:
@@ -56,19 +50,11 @@ def seconds(device: str, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.device", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", choices=NAMES, default="0.5b")
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--copy-on-device", action="store_true")
-    arguments = parser.parse_args()
-    device = arguments.device
+def measure(device: str, shape: str, updates: int, copy_on_device: bool) -> dict[str, float]:
+    """Figures by name; times are medians."""
     made = (
         (name, torch.randn(dims, device=device, dtype=torch.bfloat16))
-        for name, dims in tensors(arguments.shape)
+        for name, dims in tensors(shape)
     )
     trained = {name: weight.mul_(0.02) for name, weight in made}
     live = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
@@ -83,10 +69,10 @@ def main() -> None:
         assert first is not None
         apply_(live, first)
         del first
-        for number in range(0, 2 * arguments.updates, 2):
+        for number in range(0, 2 * updates, 2):
             alone = seconds(device, partial(step, trained, number))
             began = time.perf_counter()
-            submission = publisher.submit(trained, copy_on_device=arguments.copy_on_device)
+            submission = publisher.submit(trained, copy_on_device=copy_on_device)
             blocked = time.perf_counter() - began
             held.append(blocked + seconds(device, partial(step, trained, number + 1)) - alone)
             submission.result()
@@ -96,12 +82,28 @@ def main() -> None:
             applied.append(seconds(device, partial(apply_, live, update)))
             del update
             assert state_root(live) == worker.root
-    size = sum(tensor.nbytes for tensor in trained.values()) / 1e9
+    return {
+        "GB": sum(tensor.nbytes for tensor in trained.values()) / 1e9,
+        "held up, s": median(held),
+        "publish, s": median(published),
+        "apply_, s": median(applied),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.device", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=NAMES, default="0.5b")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--copy-on-device", action="store_true")
+    arguments = parser.parse_args()
+    found = measure(arguments.device, arguments.shape, arguments.updates, arguments.copy_on_device)
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
     print(
-        f"{device}, {arguments.shape}, {size:.2f} GB, copied on the device: "
-        f"{arguments.copy_on_device}: "
-        f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply "
-        f"{median(applied):.3f} s"
+        f"{arguments.device}, {arguments.shape}, copied on the device: "
+        f"{arguments.copy_on_device}: {figures}"
     )
 
 

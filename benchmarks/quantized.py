@@ -149,10 +149,12 @@ def print_streams(streams: Sequence[Stream], args: argparse.Namespace) -> None:
         )
 
 
-def speed() -> None:
-    """A gigabyte of FP32 weights, read as a publisher does."""
-    experts = (0.02 * torch.randn(64, 1024, 1024)).repeat(4, 1, 1).view(64, 4, 1024, 1024)
-    state = State.of({f"m.experts.{k}": of for k, of in enumerate(experts)})
+def speeds(copies: int = 4, experts: int = 64) -> Iterator[tuple[str, int, float, float, float]]:
+    """(format, threads, GB/s, GB/s of a core, states of memory) of FP32 weights, ``copies`` *
+    ``experts`` * 4 MB, read as a publisher does."""
+    made_once = (0.02 * torch.randn(experts, 1024, 1024)).repeat(copies, 1, 1)
+    weights = made_once.view(experts, copies, 1024, 1024)
+    state = State.of({f"m.experts.{k}": of for k, of in enumerate(weights)})
     formats: dict[str, Quantize] = {name: name for name in FORMATS}
     formats["GPT-OSS"] = {"quant_method": "mxfp4"}
     for name, how in formats.items():
@@ -167,9 +169,14 @@ def speed() -> None:
 
             runs = [timed(run) for _ in range(3)]
             seconds, cost = min((seconds, cost) for cost, seconds in runs)
-            print(f"{name:10} {threads} threads: {state.nbytes / seconds / 1e9:5.2f} GB/s, a core "
-                  f"{state.nbytes / cost.cpu / 1e9:.2f} GB/s, {cost.peak / state.nbytes:.3f} "
-                  "states more")  # fmt: skip
+            size = state.nbytes / 1e9
+            yield name, threads, size / seconds, size / cost.cpu, cost.peak / state.nbytes
+
+
+def speed() -> None:
+    for name, threads, all_of_them, core, states in speeds():
+        print(f"{name:10} {threads} threads: {all_of_them:5.2f} GB/s, a core {core:.2f} GB/s, "
+              f"{states:.3f} states more")  # fmt: skip
 
 
 def main() -> None:

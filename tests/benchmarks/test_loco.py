@@ -212,14 +212,6 @@ def test_bytes_at_equal_reward() -> None:
     assert after[1][-3:] == ["1.2", "|", "1.2"]
 
 
-def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
-    rising = [0.1 * n for n in range(1, 9)]
-    reference = outcome(methods.DILOCO, 0, rising)
-    late = outcome(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])])
-    assert tables.rounds_behind(late, reference) == pytest.approx(1.5)
-    assert tables.rounds_behind(reference, late) is None
-
-
 # -- what is never trained on
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import measure
-from benchmarks.network import methods, regions, replay
+from benchmarks.network import methods, regions
 from benchmarks.network.run import Spec
 from benchmarks.network.shape import delete_commands
 from pulse_rl import MemoryStore
@@ -45,22 +44,6 @@ def test_workers_follow_by_every_method(
         worker.sync()  # nothing new
         assert worker.version == version
     assert np.array_equal(theirs.flat, ours.flat)
-
-
-def test_the_replay_goes_forth_and_back(tmp_path: Path) -> None:
-    chain = tmp_path / replay.RUN / "chain"
-    chain.mkdir(parents=True)
-    arrays = {}
-    for step in (1, 2, 3):
-        arrays[f"index{step:05d}"] = np.array([step], np.uint32)
-        arrays[f"bits{step:05d}"] = np.array([100 + step], np.uint16)
-    np.savez(chain / "deltas.npz", **arrays)
-    flat = np.zeros(5, np.uint16)
-    spec = Spec("auto", 0.5, "", str(tmp_path), "")
-    seen = [flat.tolist() for _ in islice(replay.step(spec, flat), 7)]
-    assert seen[2] == [0, 101, 102, 103, 0]
-    assert seen[5] == [0] * 5
-    assert seen[6] == seen[0] == [0, 101, 0, 0, 0]
 
 
 def test_the_arithmetic_of_a_run(tmp_path: Path) -> None:

@@ -179,17 +179,6 @@ def test_shares_add_up_and_history_is_never_dearer(rng: Rng, dtype: str, count: 
     assert found["entropy_bound"] == pytest.approx(bits / 8)
 
 
-def test_two_states_have_no_history_and_no_change_has_no_share(rng: Rng) -> None:
-    states = walk(rng, "BF16", 2)
-    assert studied(states, "BF16") is None
-    found = studied([states[0]] * 4, "BF16")
-    assert found["steps"] == 2
-    assert found["changed"] == 0
-    assert found["not_yet"] is None
-    assert found["within_8"] is None
-    assert found["bytes_per_changed_history"] is None is found["entropy_bound"]
-
-
 def test_elements_of_eight_bytes_are_left_out(rng: Rng) -> None:
     weights, counters = walk(rng, "BF16", 5), [np.full(9, t, np.int64) for t in range(5)]
     given = [
