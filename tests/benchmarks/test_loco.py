@@ -11,13 +11,11 @@ from statistics import fmean
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks import trace
 from benchmarks.loco import learning, links, methods, recorded, tables, tasks, trainer
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, RoundRecord
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
 from benchmarks.loco.learning import Outcome, Variant
-from tests.support.loco_reference import pulse_loco
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
@@ -267,32 +265,3 @@ def test_an_outcome_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = learning.measure(Variant(task="tiny", lr=1e-5), 0, 2, evaluate=True)
     assert ahead.ahead != ahead.reward
     assert dense.title == "DiLoCo, tiny, lr 0.001"
-
-
-def counted(process: Trainer) -> tuple[Outcome, list[int]]:
-    """Of trainers as threads of each process, and what the processes themselves count."""
-    process.connect("start")
-    tasks.TASKS["tiny"] = Tiny
-    job = Tiny(0, process.rank)
-    optimizer = torch.optim.AdamW(job.masters.values(), lr=1e-4, weight_decay=0.0)
-    with pulse_loco(job.masters, optimizer, sync_every=SYNC_EVERY) as loop:
-        for step in range(2 * SYNC_EVERY):
-            job.gradient(step)
-            torch.nn.utils.clip_grad_norm_(job.masters.values(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-4 * min(1.0, (step + 1) / WARM_UP)
-            optimizer.step()
-    dist.destroy_process_group()  # the threads are trainers of another world
-    found = [loop.last_round.entries, loop.last_round.sent_bytes, loop.last_round.summed]
-    variant = Variant(task="tiny", lr=1e-4, trainers=process.size)
-    return learning.measure(variant, 0, 2, evaluate=False), found
-
-
-def test_threads_count_what_processes_count() -> None:
-    found = together(counted, 4)
-    outcome = found[0][0]
-    assert outcome.density * PARAMETERS == pytest.approx(fmean(of[0] for _, of in found))
-    assert outcome.link == fmean(of[1] for _, of in found)
-    assert outcome.summed * PARAMETERS == pytest.approx(found[0][1][2])
-    assert (outcome.reward, outcome.rewards) == (None, [])
-    assert str(outcome).split()[-1] == "-"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.night.__main__ import main, table
+from benchmarks.night.__main__ import main
 from benchmarks.night.roles import digest_of
 
 
@@ -22,19 +22,6 @@ def test_three_incidents_need_nobody(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [row["kind"] for row in rows] == kinds
     assert not any(row["interventions"] or row["wrong"] for row in rows)
     assert "| **all** | 3 |" in capsys.readouterr().out
-
-
-def test_the_table_has_a_line_for_each_kind_and_one_for_all() -> None:
-    row = {"interventions": [], "wrong": [], "deaths": [["relay", -9]]} | dict.fromkeys(
-        ("to_store", "from_store"), 2e6
-    )
-    rows = [row | {"kind": "5xx", "seconds": 1.0}, row | {"kind": "hung", "seconds": 61.0}]
-    rows[1]["interventions"] = ["an anchor"]
-    assert table(rows)[2:] == [
-        "| 5xx | 1 | 1.0 s | 1.0 s | 0 | 0 | 0 | 1 | 2, 2 |",
-        "| hung | 1 | 61.0 s | 61.0 s | 1 | 1 | 0 | 1 | 2, 2 |",
-        "| **all** | 2 | 31.0 s | 61.0 s | 1 | 1 | 0 | 2 | 4, 4 |",
-    ]
 
 
 def test_the_oracle_s_digest_is_of_names_and_bytes() -> None:

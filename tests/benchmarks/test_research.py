@@ -244,16 +244,6 @@ def test_it_is_remembered_what_publishers_remember(versions: int, before: int, n
     assert (len(remembered.before.windows), len(remembered.now.windows)) == (before, now)
 
 
-@pytest.mark.parametrize("last", [2, 9, 16, 17, 65, 128, 129, 400])
-def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
-    """Of the second half, evenly spread, none where nothing is remembered."""
-    coded = sorted(steps_to_code(last))
-    assert last // 2 < coded[0] <= coded[-1] <= last
-    starts = {new for new in range(last // 2 + 1, last + 1) if (new - 1) % START_SPAN == 0}
-    assert len(coded) == min(8, last - last // 2 - len(starts))
-    assert not starts & set(coded)
-
-
 def test_the_bound_and_density_by_exponent_of_coded_pairs(rng: Rng) -> None:
     """A tensor larger than a block counts as one; the density is that of the smallest k."""
     weights = rng.standard_normal((1 << 22) + 4000, np.float32) * np.float32(0.02)
