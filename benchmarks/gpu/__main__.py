@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in at most twelve minutes; results are written after each row.
 
     python -m benchmarks.gpu --out FILE           # on a machine with a GPU
-    python -m benchmarks.gpu --try --out FILE     # small, in about a minute; without a GPU the
+    python -m benchmarks.gpu --try --out FILE     # small; without a GPU the
                                                   # CPU stands in for it
     python -m benchmarks.gpu --table FILE         # what the docs show of a FILE
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.results import machine
 
-# On two idle cores --try takes less than two minutes.
+# --try needs 50 s of processor time; other programs may run.
 _MINUTES, _TRY_MINUTES, _TRY_SECONDS = 12.0, 6.0, 60
 #: No row before it may use the time of this one.
 _KEPT = "grpo"
