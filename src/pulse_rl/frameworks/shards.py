@@ -258,12 +258,12 @@ def _cut(
             continue
         index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
         split: int | None = getattr(placement, "split_factor", None) if strided else None
-        pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
-        of[dim] = union(run for piece in pieces for run in _chunk(piece, size, index))
+        pieces = [of[dim]] if split is None else [chunk(of[dim], split, k) for k in range(split)]
+        of[dim] = union(run for piece in pieces for run in chunk(piece, size, index))
     return SliceSpec(tuple(of), tuple(tensor.shape))
 
 
-def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
+def chunk(runs: Runs, chunks: int, index: int) -> Runs:
     """The indices in the chunk of this number, as torch.chunk cuts them."""
     total = sum(stop - start for start, stop in runs)
     step = -(-total // chunks)
