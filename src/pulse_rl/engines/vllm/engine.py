@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.worker_base import WorkerBase
 
-from ...errors import PulseError
+from ...errors import EngineError, PulseError
 from ..derived_params import PostLoadLayers
 from ..node import Node
 from ..post_load import as_meta
@@ -96,6 +96,13 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     def shutdown(self) -> None:
         self.worker.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 and 0.27 ask for it, and never call it."""
+        raise EngineError(
+            "the backend pulse sends no weights from here", hint="Use the trainer's engine."
+        )
 
     # -- the parts
 

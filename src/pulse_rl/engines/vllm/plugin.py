@@ -47,6 +47,8 @@ _METHODS = frozenset(
         "shutdown",
     }
 )
+#: What vLLM 0.26 and 0.27 ask for besides.
+_FORMER = frozenset({"trainer_send_weights"})
 # Parameters that vLLM neither reloads nor derives.
 _KEPT = ("bias",)
 _OF_CACHES = ("_scale", "_zero_point")
@@ -169,7 +171,7 @@ def require_known(base: type, version: str) -> None:
     implements."""
     found = tuple(inspect.signature(base).parameters)
     asked: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
-    unknown = [*sorted(asked - _METHODS), *sorted(_METHODS - set(dir(base)))]
+    unknown = [*sorted(asked - _METHODS - _FORMER), *sorted(_METHODS - set(dir(base)))]
     if found != _ARGUMENTS:
         unknown.append(f"{base.__name__}({', '.join(found)})")
     if unknown:
@@ -227,10 +229,22 @@ def processed_layers(
     return layers
 
 
-def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer as is_deferred
+def _deferred() -> Callable[[nn.Module], bool]:
+    """Whether vLLM processes a module after all others."""
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    except ImportError:  # before vLLM 0.28, whose loader has the classes
+        from vllm.model_executor.model_loader import utils as loader
 
-    names = module_names(model)
+        names = ("Attention", "MLAAttention", "AttentionLayerBase", "MMEncoderAttention")
+        kinds = tuple(getattr(loader, name) for name in names if hasattr(loader, name))
+        return lambda module: isinstance(module, kinds) and hasattr(module, HOOK)
+    found: Callable[[nn.Module], bool] = is_deferred_attention_layer
+    return found
+
+
+def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
+    is_deferred, names = _deferred(), module_names(model)
     deferred = [module for module in model.modules() if is_deferred(module)]
     within = {id(inner) for outer in deferred for inner in outer.modules()}
     for module in model.modules():
