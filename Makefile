@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-llm demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet live test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco gpu-kit study faults fuzz dist clean
+.PHONY: demo demo-llm demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet live test vllm-contract test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco gpu-kit study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -55,6 +55,12 @@ test-vllm:
 	  && $(MAKE) --no-print-directory $(ENGINES)/.ready \
 	  && { $(MAKE) --no-print-directory $(ENGINES)/.trl || echo "tests/trainers_vllm: skipped, TRL could not be installed"; } \
 	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines tests/trainers_vllm $(ARGS)
+
+# A few files of each of four wheels of vLLM, over which tests/integrations/vllm/test_contract.py runs both sides of its
+# weight transfer: 2 MB and some 10 seconds, once. ARGS="0.34.0" unpacks others.
+vllm-contract: $(VENV)/.ready
+	@$(BIN)/python tools/vllm_contract.py $(ARGS) \
+	  || echo "make vllm-contract: tests/integrations/vllm/test_contract.py skips what could not be had"
 
 # All families of models in a real vLLM, compared with fresh engines: some minutes each. The table of docs/vllm.md comes from
 # `python -m benchmarks.zoo`.

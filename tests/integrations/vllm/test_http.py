@@ -1,9 +1,7 @@
-"""What of vLLM is used: the routes of a server and what its refusals become, and the classes of its
-plugin."""
+"""What of vLLM is used: the routes of a server and what its refusals become, and its options."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from pulse_rl.engines.vllm import Server
-from pulse_rl.engines.vllm.plugin import require_fixed_places, require_known
+from pulse_rl.engines.vllm.plugin import require_fixed_places
 from pulse_rl.errors import EngineError, EngineUnavailable
 from tests.support.http import serving_json
 
@@ -101,44 +99,6 @@ def test_a_server_that_sends_elsewhere_or_speaks_no_json_is_told(
     kind.answers["/resume"] = (200, b"<html>")
     with pytest.raises(EngineError, match="something else than JSON: '<html>'"):
         server.resume()
-
-
-class Known(abc.ABC):
-    def __init__(self, config: object, vllm_config: object, device: object, model: object) -> None:
-        self.model = model
-
-    @abc.abstractmethod
-    def init_transfer_engine(self, init_info: object) -> None: ...
-
-    @abc.abstractmethod
-    def start_weight_update(self) -> None: ...
-
-    @abc.abstractmethod
-    def receive_weights(self, update_info: object) -> None: ...
-
-    @abc.abstractmethod
-    def finish_weight_update(self) -> None: ...
-
-    @abc.abstractmethod
-    def shutdown(self) -> None: ...
-
-
-class AsksForMore(Known):
-    @abc.abstractmethod
-    def teleport(self) -> None: ...
-
-
-class WithoutAModel(Known):
-    def __init__(self, config: object, parallel_config: object) -> None:
-        pass
-
-
-def test_contracts() -> None:
-    require_known(Known, "0.32")
-    with pytest.raises(EngineError, match=r"vLLM 9\.9 is not known: teleport"):
-        require_known(AsksForMore, "9.9")
-    with pytest.raises(EngineError, match=r"WithoutAModel\(config, parallel_config\)"):
-        require_known(WithoutAModel, "0.20")
 
 
 def test_what_moves_weights_is_refused() -> None:
