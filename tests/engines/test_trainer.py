@@ -13,7 +13,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from pulse_rl import Signer, Subscriber, state_root
 from pulse_rl.engines.transport import Client
 from pulse_rl.engines.vllm.trainer import PulseTrainerInitInfo
-from pulse_rl.errors import InputError
 
 from .policy import Policy
 from .server import complete, free_port, server
@@ -54,24 +53,3 @@ def test_a_trainer_of_vllms_own_api(policy: Policy, tmp_path: Path, signer: Sign
     with server(policy.checkpoint, tmp_path / "second.log", port=port):
         sent(engine)  # to an engine that was restarted
     engine.shutdown()
-
-
-def test_other_ranks_take_part_in_the_gathering_alone(policy: Policy, tmp_path: Path) -> None:
-    taken = []
-
-    class Source(ModuleSource):
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            for name, tensor in super().__iter__():
-                taken.append(name)
-                yield name, tensor
-
-    info = PulseTrainerInitInfo(str(tmp_path / "own"), "policy", rank=1)
-    engine = WeightTransferTrainerFactory.trainer_init(
-        info, client=None, source=Source(policy.model)
-    )
-    engine.send_weights()
-    engine.shutdown()
-    assert taken == [name for name, _ in policy.model.named_parameters()]
-    assert not (tmp_path / "own").exists()
-    with pytest.raises(InputError, match="source"):
-        WeightTransferTrainerFactory.trainer_init(info, client=None)

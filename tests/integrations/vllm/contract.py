@@ -84,17 +84,17 @@ def contract(version: str, change: Change = lambda _, text: text) -> Iterator[Si
 
 
 def require_unpacked(version: str) -> None:
+    """Skips the test where that was not possible."""
     if not (FOLDER / version).exists():
         pytest.skip(f"vLLM {version}: `make vllm-contract` unpacks it where wheels are to be had")
 
 
 def engine_of(vllm: SimpleNamespace, model: torch.nn.Module, base: Path) -> Any:
     """The engine of a worker of vLLM, by its factory."""
+    named = {"model": str(base), "revision": None, "quantization": None, "dtype": torch.bfloat16}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=2),  # no second model for the proof
-        model_config=SimpleNamespace(
-            model=str(base), revision=None, quantization=None, dtype=torch.bfloat16
-        ),
+        model_config=SimpleNamespace(**named),
         load_config=SimpleNamespace(load_format="auto"),
     )
     factory = vllm.factory.WeightTransferEngineFactory
@@ -104,18 +104,16 @@ def engine_of(vllm: SimpleNamespace, model: torch.nn.Module, base: Path) -> Any:
 
 def client_of(vllm: SimpleNamespace, engine: Any, calls: list[tuple[str, Any]]) -> Any:
     """vLLM's client of a server whose worker has ``engine``."""
-    answers = {
-        "init_weight_transfer_engine": lambda body: engine.init_transfer_engine(
-            engine.parse_init_info(body["init_info"])
-        ),
-        "start_weight_update": lambda body: engine.start_weight_update(),
-        "update_weights": lambda body: engine.update_weights(body["update_info"]),
-        "finish_weight_update": lambda body: engine.finish_weight_update(),
-    }
 
     class InProcess(vllm.clients.HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         def _post(self, path: str, json: Any = None) -> None:
             calls.append((path, json))
-            answers[path](loads(dumps(json)))
+            body = loads(dumps(json))
+            if path == "init_weight_transfer_engine":
+                engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
+            elif path == "update_weights":
+                engine.update_weights(body["update_info"])
+            else:
+                getattr(engine, path)()
 
     return InProcess("http://server")
