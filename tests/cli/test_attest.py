@@ -38,11 +38,7 @@ def publish(folder: Path, rng: Rng, signer: Signer | None = None) -> None:
     with Publisher(str(folder), stream="policy", signer=signer) as publisher:
         for step in range(3):
             tensors = {"w": Bits(weights(rng, 5000).array, "BF16"), "b": weights(rng, 10)}
-            publisher.publish(
-                tensors,
-                metadata={"step": step, "loss": 0.5},
-                files=FILES,
-            )
+            publisher.publish(tensors, metadata={"step": step, "loss": 0.5}, files=FILES)
 
 
 @pytest.fixture

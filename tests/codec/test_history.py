@@ -323,9 +323,7 @@ def test_too_many_changes_are_refused() -> None:
     for count in (len(block.old) + 1, 1 << 34):
         with pytest.raises(CorruptPatch, match="number of changes"):
             HISTORY.decode(
-                memoryview(payload[:3] + varint(count) + payload[at:]),
-                block.old,
-                block.layout,
+                memoryview(payload[:3] + varint(count) + payload[at:]), block.old, block.layout
             )
 
 

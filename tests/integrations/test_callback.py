@@ -262,14 +262,7 @@ def test_a_run_says_that_it_continues_a_stream(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"dtype": "F32"},
-        {"every": 0},
-        {"every": True},
-        {"on_event": 3},
-        {"keep": 0},
-    ],
+    "settings", [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"keep": 0}]
 )
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):

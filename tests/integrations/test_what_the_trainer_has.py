@@ -103,10 +103,7 @@ def test_nothing_and_names_of_adapters_are_no_model() -> None:
             {"q.base_layer.weight": torch.rand(2), "q.lora_A.default.weight": torch.ones(2)}
         )
     assert [event.kind for event in events if isinstance(event, Hint)] == ["adapter_names"]
-    with (
-        Subscriber(store, stream="s") as worker,
-        pytest.raises(StateMismatch) as caught,
-    ):
+    with Subscriber(store, stream="s") as worker, pytest.raises(StateMismatch) as caught:
         apply_({"q.weight": torch.rand(2)}, worker.sync())
     assert "PEFT" in caught.value.hint
 

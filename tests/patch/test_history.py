@@ -299,10 +299,7 @@ def test_names_and_parts_of_a_history() -> None:
 
 def test_the_past_of_a_block_and_what_it_takes() -> None:
     history = windows(2)
-    assert [r.tolist() for r in history.past(0)] == [
-        records(1, 1).tolist(),
-        records(1, 2).tolist(),
-    ]
+    assert [r.tolist() for r in history.past(0)] == [records(1, 1).tolist(), records(1, 2).tolist()]
     assert [r.tolist() for r in history.past(1)] == [[], records(7).tolist()]
     assert [r.tolist() for r in history.past(5)] == [[], []]
     assert History().past(0) == ()
@@ -332,11 +329,7 @@ def a_header(rng: Rng) -> PatchHeader:
 
 
 @pytest.mark.parametrize(
-    ("windows", "words"),
-    [
-        (bytes([MAX_WINDOWS + 1]), "more than 64"),
-        (b"\x81\x00", "padded"),
-    ],
+    ("windows", "words"), [(bytes([MAX_WINDOWS + 1]), "more than 64"), (b"\x81\x00", "padded")]
 )
 def test_histories_that_cannot_be(windows: bytes, words: str, rng: Rng) -> None:
     plain = plain_of(a_header(rng))

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    Bits,
-    Publisher,
-    Store,
-    verify_stream,
-)
+from pulse_rl import Bits, Publisher, Store, verify_stream
 from pulse_rl.errors import InputError
 
 from .oracle import STREAM, Trainer, Worker, publish

@@ -219,10 +219,7 @@ def test_objects_are_readable_by_other_users_as_the_umask_says(tmp_path: Path) -
         os.umask(before)
     assert {
         name: oct(stat.S_IMODE((tmp_path / name).stat().st_mode)) for name in ("a/put", "a/new")
-    } == {
-        "a/put": "0o644",
-        "a/new": "0o644",
-    }
+    } == {"a/put": "0o644", "a/new": "0o644"}
 
 
 FULL_DISK = """

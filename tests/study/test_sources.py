@@ -195,10 +195,7 @@ def test_the_command_writes_a_report(folder: Path, tmp_path: Path, pulse: Pulse)
     assert "step-7" in page or str(folder) in page
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"]],
-)
+@pytest.mark.parametrize("wrong", [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"]])
 def test_the_command_refuses_with_one_line(folder: Path, pulse: Pulse, wrong: list[Any]) -> None:
     pulse("study", folder, *wrong, status=1)
     assert pulse.err.count("\n") == 1

@@ -33,11 +33,7 @@ class Member:
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self.optimizer.register_step_post_hook(lambda *_: self._select())
         self.loop = pulse_loco(
-            {"w": self.weight},
-            self.optimizer,
-            sync_every=1,
-            threads=1,
-            **settings,
+            {"w": self.weight}, self.optimizer, sync_every=1, threads=1, **settings
         )
         self.reference = Reference(start, rank=rank, gate_sums=gate_sums, **settings)
 

@@ -32,10 +32,7 @@ def follow(subscriber: Subscriber, live: Live) -> Update | None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "stride"),
-    [
-        ("publish", 7 if STEP == "opcode" else 1),
-        ("sync", 5 if STEP == "opcode" else 1),
-    ],
+    [("publish", 7 if STEP == "opcode" else 1), ("sync", 5 if STEP == "opcode" else 1)],
 )
 def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
     """Raised where no signal could be, too."""

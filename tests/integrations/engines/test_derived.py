@@ -95,11 +95,8 @@ def test_updates_write_what_is_derived(
                 patched.setattr(derived_params, "_changes", None)
             session.update(None)
         report = session.report
-        assert (report["version"], report["previous"], report["full"]) == (
-            number,
-            number - 1,
-            False,
-        )
+        assert report["version"] == number
+        assert (report["previous"], report["full"]) == (number - 1, False)
         assert world.live()
     assert session.audit() == []
 

@@ -21,17 +21,9 @@ from pulse_rl.errors import (
 )
 from tests.support.states import present
 
-REPORT = {
-    "previous": 0,
-    "root": "ab",
-    "metadata": {"step": 1},
-    "full": False,
-    "apply_seconds": 0.1,
-    "audit_seconds": None,
-    "fetch_seconds": 0.2,
-    "verify_seconds": 0.3,
-    "fetched_bytes": 4,
-}
+SECONDS = {"apply_seconds": 0.1, "audit_seconds": None, "fetch_seconds": 0.2, "verify_seconds": 0.3}
+STEP = {"previous": 0, "root": "ab", "metadata": {"step": 1}, "full": False, "fetched_bytes": 4}
+ANOTHER = {"kind": "concurrent_use", "message": "another handle", "hint": "wait"}
 UPDATED = ("pause keep", "start", "update", "finish 3", "reset False", "resume")
 NO_ROUTE = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
 
@@ -60,44 +52,21 @@ class Engine:
             self.live, self.newest = None, init_info["version"]
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
-        status: dict[str, Any] = {
-            "open": self.owner is not None,
-            "error": self.error,
-            "asleep": self.asleep,
-        }
+        status: dict[str, Any] = {"open": self.owner is not None, "error": self.error}
+        status |= {"asleep": self.asleep}
         if self.owner not in (None, owner):
-            return [
-                status
-                | {
-                    "failure": {
-                        "kind": "concurrent_use",
-                        "message": "another handle",
-                        "hint": "wait",
-                    }
-                }
-            ]
+            return [status | {"failure": ANOTHER}]
         if action == "stage":
             self.asked += 1
         if action == "close":
             self.owner = None
         if self.owner is None:
             return [status]
-        status |= {
-            "leader": True,
-            "version": self.live,
-            "held": self.newest,
-            "staged": self.newest,
-            "derives": False,
-        }
-        status |= {"root": f"root {self.live}", "engine": ["vllm", "0.32"]}
-        facts = {
-            "left": 0,
-            "asked": self.asked,
-            "answered": self.asked,
-            "report": REPORT,
-            "differing": ["a"],
-        }
-        return [status | facts]
+        status |= {"leader": True, "version": self.live, "derives": False, "left": 0}
+        status |= dict.fromkeys(("held", "staged"), self.newest)
+        status |= dict.fromkeys(("asked", "answered"), self.asked)
+        status |= {"root": f"root {self.live}", "engine": ["vllm", "0.32"], "differing": ["a"]}
+        return [status | {"report": STEP | SECONDS}]
 
     def recover(self) -> None:
         self.calls.append("recover")
@@ -157,12 +126,8 @@ def test_a_sync_pauses_once_and_tags_what_follows(engine: Engine, handle: Engine
     assert handle.sync() is None
     engine.newest = 3
     done = present(handle.sync())
-    assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (
-        3,
-        0,
-        4,
-        {"step": 1},
-    )
+    assert (done.version, done.previous, done.fetched_bytes) == (3, 0, 4)
+    assert done.metadata == {"step": 1}
     assert engine.calls == ["init", *UPDATED]
     assert handle.version == 3
     assert handle.audit() == ("a",)
@@ -343,19 +308,13 @@ def test_a_generation_says_with_which_versions_it_began_and_ended(engine: Engine
     handle = handle_on(engine)
     with handle.admit() as generation:
         assert (generation.end_version, generation.end_root) == (None, None)
-    assert (generation.start_version, generation.start_root, generation.spans_update) == (
-        0,
-        "root 0",
-        False,
-    )
+    assert (generation.start_version, generation.start_root) == (0, "root 0")
+    assert not generation.spans_update
     with handle.admit(minimum=0) as generation:
         engine.newest = 2
         handle.sync()
-    assert (generation.start_version, generation.end_version, generation.spans_update) == (
-        0,
-        2,
-        True,
-    )
+    assert (generation.start_version, generation.end_version) == (0, 2)
+    assert generation.spans_update
     assert (generation.end_root, generation.restarted) == ("root 2", False)
 
 
@@ -372,12 +331,8 @@ def test_a_generation_in_an_engine_that_was_restarted_within_spans_an_update() -
     with handle.admit(0) as mended:
         engine.owner = None
         handle.sync()
-    assert (mended.start_version, mended.end_version, mended.restarted, mended.spans_update) == (
-        0,
-        0,
-        True,
-        True,
-    )
+    assert (mended.start_version, mended.end_version) == (0, 0)
+    assert (mended.restarted, mended.spans_update) == (True, True)
 
 
 def test_a_generation_waits_for_its_version(engine: Engine, handle: EngineHandle) -> None:

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from pulse_rl.engines.derived_params import PostLoadLayers
-from pulse_rl.engines.post_load import (
-    Group,
-    ProcessedLayer,
-    remember,
-    tensor_names,
-)
+from pulse_rl.engines.post_load import Group, ProcessedLayer, remember, tensor_names
 from pulse_rl.engines.self_check import require_scales_taken
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.state.tensors import DTYPES, TensorSpec

@@ -80,11 +80,8 @@ def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
     found = Staged.of(update, 1, State.of(base))
     ((name, (indices, values)),) = found.changes.items()
     assert indices is not None
-    assert (name, indices.tolist(), values.tolist()) == (
-        "a",
-        [0, 3, 4, 10],
-        now[[0, 3, 4, 10]].tolist(),
-    )
+    assert (name, indices.tolist()) == ("a", [0, 3, 4, 10])
+    assert values.tolist() == now[[0, 3, 4, 10]].tolist()
     assert Staged.of(update, 1, State.of({"a": weight[:3]})).changes["a"][0] is None, (
         "it is another tensor"
     )

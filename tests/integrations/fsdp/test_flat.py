@@ -22,10 +22,7 @@ from tests.support.sharded import Block, followed, policy, require_equal
 from tests.support.trainers import Trainer, together
 
 PREFIX = "_fsdp_wrapped_module."
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def wrapped(model: nn.Module, **settings: Any) -> nn.Module:

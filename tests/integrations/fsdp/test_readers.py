@@ -131,9 +131,7 @@ def test_a_fold_over_the_ranks_parts(sharded_stream: ShardedStream) -> None:
     assert fold.nbytes < sum(part.bytes for patch in patches if patch for part in patch.parts)
 
 
-def test_a_worker_that_was_cut_off_comes_back_by_the_fold(
-    sharded_stream: ShardedStream,
-) -> None:
+def test_a_worker_that_was_cut_off_comes_back_by_the_fold(sharded_stream: ShardedStream) -> None:
     """It reads less than the patches have, and no anchor; so does one that selects."""
     store = sharded_stream.store()
     fold = next(link for link in Stream(store, "policy").links() if link.base is not None)
