@@ -57,7 +57,7 @@ test-vllm:
 	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines tests/trainers_vllm $(ARGS)
 
 # A few files of each of four wheels of vLLM, over which tests/integrations/vllm/test_contract.py runs both sides of its
-# weight transfer: 2 MB and some 10 seconds, once. ARGS="0.34.0" unpacks others.
+# weight transfer: under 2 MB of each, once. ARGS="0.34.0" unpacks others.
 vllm-contract: $(VENV)/.ready
 	@$(BIN)/python tools/vllm_contract.py $(ARGS) \
 	  || echo "make vllm-contract: tests/integrations/vllm/test_contract.py skips what could not be had"
