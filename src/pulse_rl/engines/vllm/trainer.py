@@ -178,19 +178,15 @@ class PulseTrainerEngine(TrainerWeightTransferEngine):
     def _copied(self) -> dict[str, torch.Tensor | RankSlice]:
         """What this rank publishes, in host memory: a source may use its tensors again."""
         found: dict[str, torch.Tensor | RankSlice] = {}
+        failure: Exception | None = None
         for name, tensor, box in self._weights():
-            if tensor is None:  # vLLM 0.32 allows it for what a rank does not hold
-                raise InputError(f"the source gives nothing for {name!r} to rank 0", hint=_OWNED)
-            if box is not None and tuple(tensor.shape) != box.local_shape:
-                raise StateMismatch(
-                    f"the source gives {list(tensor.shape)} of {name!r}, but its metadata declares "
-                    f"{list(box.local_shape)} for this rank"
-                )
-            copied = host_copy(tensor, self._dtype)
-            if box is None or box == SliceSpec.whole(box.shape):
-                found[name] = copied
-            else:
-                found[name] = RankSlice(copied, box)
+            if failure is None:
+                try:
+                    found[name] = self._copy(name, tensor, box)
+                except Exception as error:  # other ranks are in the source's next collective
+                    failure = error
+        if failure is not None:
+            raise failure
         declared = _declared(self.source)
         owned = [name for name, meta in declared.items() if _owns(meta, self.rank)]
         if declared and list(found) != owned:
@@ -199,6 +195,21 @@ class PulseTrainerEngine(TrainerWeightTransferEngine):
                 f"the source does not give what its metadata declares for this rank: {unlike}"
             )
         return found
+
+    def _copy(
+        self, name: str, tensor: torch.Tensor | None, box: SliceSpec | None
+    ) -> torch.Tensor | RankSlice:
+        if tensor is None:  # vLLM 0.32 allows it for what a rank does not hold
+            raise InputError(f"the source gives nothing for {name!r} to rank 0", hint=_OWNED)
+        if box is not None and tuple(tensor.shape) != box.local_shape:
+            raise StateMismatch(
+                f"the source gives {list(tensor.shape)} of {name!r}, but its metadata declares "
+                f"{list(box.local_shape)} for this rank"
+            )
+        copied = host_copy(tensor, self._dtype)
+        if box is None or box == SliceSpec.whole(box.shape):
+            return copied
+        return RankSlice(copied, box)
 
     def _connect(self) -> None:
         self.client.init_weight_transfer_engine(asdict(self._session))
@@ -293,8 +304,9 @@ def _parts(
     for name, tensor in found:
         meta = declared.get(name)
         if meta is None or not _owns(meta, rank):
-            raise StateMismatch(f"the source gives {name!r} to a rank that does not own it")
-        yield name, tensor, _box(meta, rank if sliced and meta.placements else None)
+            yield name, tensor, None  # `_copied` refuses it when all has been read
+        else:
+            yield name, tensor, _box(meta, rank if sliced and meta.placements else None)
 
 
 def _box(meta: Any, rank: int | None) -> SliceSpec:
