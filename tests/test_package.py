@@ -68,16 +68,8 @@ def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded.isdisjoint(
         {
-            "torch",
-            "safetensors",
-            "transformers",
-            "matplotlib",
-            "rich",
-            "tqdm",
-            "pytest",
-            "unittest",
-            "prometheus_client",
-            "obstore",
+            *("torch", "safetensors", "transformers", "matplotlib", "rich", "tqdm", "pytest"),
+            *("unittest", "prometheus_client", "obstore"),
         }
     )
     assert {"numpy", "msgspec"} <= loaded

@@ -25,14 +25,7 @@ CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
 #: Pages whose examples are run here, all of a page in one namespace.
 RUN = (
-    "README",
-    "own-loop",
-    "stores",
-    "regions",
-    "monitoring",
-    "restart",
-    "mismatch",
-    "integrate",
+    *("README", "own-loop", "stores", "regions", "monitoring", "restart", "mismatch", "integrate"),
     "checkpoints",
 )
 

@@ -240,21 +240,8 @@ def _junk(rng: Random) -> bytes:
 KINDS: dict[str, Callable[[CoWriter, Random], None]] = {
     name: getattr(CoWriter, name)
     for name in (
-        "delete",
-        "truncate",
-        "flip",
-        "overwrite",
-        "swap_payloads",
-        "replay",
-        "replay_manifest",
-        "hide_newer",
-        "forge",
-        "junk_above",
-        "junk_at_the_end",
-        "junk_by_the_thousand",
-        "claim",
-        "false_link",
-        "false_fold",
-        "other_run",
+        *("delete", "truncate", "flip", "overwrite", "swap_payloads", "replay", "replay_manifest"),
+        *("hide_newer", "forge", "junk_above", "junk_at_the_end", "junk_by_the_thousand", "claim"),
+        *("false_link", "false_fold", "other_run"),
     )
 }

@@ -55,16 +55,8 @@ FAMILIES = (
     *("Olmo2", "Cohere2", "GPT2", "OPT", "Bloom", "SmolLM3", "GPTNeoX", "StableLm"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "DeepseekV2", "DeepseekV3"),
     *("Glm4Moe", "Phimoe", "GraniteMoe", "Ernie4_5_Moe", "MiniMax", "Llama4", "HunYuanMoEV1"),
-    *(
-        "Qwen3Next",
-        "Jamba",
-        "Mamba",
-        "FalconH1",
-        "NemotronH",
-        "Qwen3_5",
-        "MiniMaxM2",
-        "RecurrentGemma",
-    ),
+    *("Qwen3Next", "Jamba", "Mamba", "FalconH1", "NemotronH", "Qwen3_5", "MiniMaxM2"),
+    "RecurrentGemma",
 )
 OTHERS = (
     *("T5ForConditionalGeneration", "BartForConditionalGeneration", "BertForMaskedLM"),

@@ -24,15 +24,7 @@ def test_ten_steps_are_equal_to_the_bit(tmp_path: Path) -> None:
         lines(tmp_path / f"run.{transport}.jsonl") for transport in same_training.TRANSPORTS
     )
     names = (
-        "step",
-        "reward",
-        "loss",
-        "entropy",
-        "kl",
-        "grad_norm",
-        "tokens",
-        "logprobs",
-        "trainer",
+        *("step", "reward", "loss", "entropy", "kl", "grad_norm", "tokens", "logprobs", "trainer"),
         "engine",
     )
     assert [[line[name] for name in names] for line in own] == [

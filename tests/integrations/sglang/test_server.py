@@ -157,14 +157,7 @@ def test_a_refused_flush_retracts_what_runs(served: Served) -> None:
         done = present(handle.sync())
         assert (done.version, served.live()) == (1, True)
         expected = [
-            "begin",
-            "update",
-            "end",
-            "version 1",
-            "flush",
-            "pause retract",
-            "flush",
-            "continue",
+            *("begin", "update", "end", "version 1", "flush", "pause retract", "flush", "continue"),
         ]
         assert served.server.calls == expected
 
