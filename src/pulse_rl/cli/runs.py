@@ -37,10 +37,11 @@ from .common import (
     count,
     facts_of,
     number,
+    open_lasting,
     path,
+    reading,
 )
 from .inventory import opened_stream, versions_of
-from .streams import open_lasting, reading
 
 _SKIP, _LAST_BAD = 125, 127
 _PLACE = "{}"
