@@ -29,6 +29,7 @@ REPORT = {
     "apply_seconds": 0.1,
     "audit_seconds": None,
     "fetch_seconds": 0.2,
+    "lag_seconds": 1.5,
     "verify_seconds": 0.3,
     "fetched_bytes": 4,
 }
