@@ -151,8 +151,10 @@ def vllm(folder: Path, store: str, cache: str | None) -> None:
             moved = handle.sync()
         except PulseError as error:
             print(f"{error} ({error.hint})", flush=True)
-            if not error.retryable:
-                raise
+            # The engine goes on: it is `pulse follow --engine` that would end and start again.
+            if handle is not None and not error.retryable:
+                handle.close()
+                handle = None
         else:
             beat.beat(STREAM, handle.version)
             if moved is not None:
