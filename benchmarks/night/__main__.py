@@ -1,7 +1,7 @@
 """A night of incidents around an S3-compatible store, and what a person had to do about them.
 
     python -m benchmarks.night [--seed 1] [--incidents 200] [--minutes M] [--scale 0.2] [--keep DIR]
-    [--kinds "store down" …] [--json FILE]
+    [--kinds "store down" …] [--json FILE] [--vllm .venv-vllm/bin/python]
 
 A trainer, three workers (``pulse follow`` of the store; ``pulse follow`` of what ``pulse serve``
 shows, with the store behind it; a program with ``Subscriber.updates`` and ``apply_``), ``pulse
@@ -12,10 +12,13 @@ takes longer than a minute the incident is late; where it does not come in ``--p
 the harness does what a person would, and counts an intervention: it asks the trainer for an anchor,
 then starts all processes again, then gives all readers empty disks.
 
+With ``--vllm`` a live vLLM is a fourth worker, on a small Qwen2. It is never killed or stopped: it
+takes minutes to start.
+
 An oracle compares what workers hold with what the trainer had, by SHA-256 of the raw bytes and
 without the library. The S3-compatible server is a stand-in (moto) behind a proxy that does the
-harm. Clocks are moved by a preloaded library (``clock.c``) where
-there is a compiler, and disks are filled where they may be mounted (root).
+harm. Clocks are moved by a preloaded library (``clock.c``) where there is a compiler, and disks are
+filled where they may be mounted (root).
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Night:
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
-        if not self._await(0.0, 90.0):
+        if not self._await(0.0, 600.0 if self.args.vllm else 90.0):
             raise SystemExit(f"the fleet does not start:\n{self._tails()}")
         began = time.monotonic()
         for number, kind in enumerate(drawn(self.rng, self.args.incidents, self.args.kinds)):
@@ -178,6 +181,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--keep-versions", type=int, default=40)
     parser.add_argument("--patience", type=float, default=120.0, help="until a person helps")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and stores here")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM: a worker")
     default = Path(__file__).parents[1] / "results" / "night.jsonl"
     parser.add_argument("--json", type=Path, default=default, help="append each incident here")
     args = parser.parse_args(given)
@@ -189,7 +193,7 @@ def main(given: list[str] | None = None) -> int:
         caches = random.Random(args.seed).random() < 0.5
         began = time.monotonic()
         disks = not args.kinds or "full disk" in args.kinds
-        with World(folder, args.seed, args.keep_versions, caches, disks) as world:
+        with World(folder, args.seed, args.keep_versions, caches, disks, args.vllm) as world:
             night = Night(args, world)
             try:
                 rows = night.run()

@@ -1,5 +1,5 @@
-"""The trainer and the Python worker of a night, each a process: ``python -m benchmarks.night.roles
-trainer FOLDER STORE``."""
+"""The trainer, the Python worker and the vLLM of a night, each a process: ``python -m
+benchmarks.night.roles trainer FOLDER STORE``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ import numpy as np
 STREAM = "policy"
 SHAPES = {"embed": (1000, 400), **{f"layers.{n}.w": (1000, 400) for n in range(4)}}
 CHANGED = 0.01
+#: Of the Qwen2 that is trained where a vLLM follows, 2.2 M weights.
+MODEL = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
 
 
 class Log:
@@ -39,7 +50,18 @@ def digest_of(tensors: Mapping[str, bytes | memoryview]) -> str:
     return running.hexdigest()
 
 
-def trainer(folder: Path, store: str, keep: int) -> None:
+def new_model(folder: Path) -> dict[str, np.ndarray]:
+    """Writes the model that a vLLM starts with, and returns its bits."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**MODEL)).to(torch.bfloat16)
+    model.save_pretrained(folder / "model.new")
+    os.replace(folder / "model.new", folder / "model")
+    return {name: t.view(torch.uint16).numpy().copy() for name, t in model.state_dict().items()}
+
+
+def trainer(folder: Path, store: str, keep: int, *, for_vllm: bool) -> None:
     """Trains from its last checkpoint on, and publishes each step."""
     import pulse_rl
 
@@ -47,7 +69,9 @@ def trainer(folder: Path, store: str, keep: int) -> None:
     rng = np.random.default_rng(time.monotonic_ns())
     if checkpoint.exists():
         with np.load(checkpoint) as saved:
-            weights = {name: saved[name] for name in SHAPES}
+            weights = dict(saved)
+    elif for_vllm:
+        weights = new_model(folder)
     else:
         weights = {
             name: (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -98,18 +122,87 @@ def worker(folder: Path, store: str, cache: str | None) -> None:
             log.say(sha=digest_of(raw), version=update.version, proved=proved)
 
 
+def vllm(folder: Path, store: str, cache: str | None) -> None:
+    """Follows with a live vLLM, and reads from its model what it computes with."""
+    while not (folder / "model").exists():
+        time.sleep(0.1)
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM
+
+    from pulse_rl.engines.vllm import EngineHandle, connect
+    from pulse_rl.errors import PulseError
+    from pulse_rl.metrics import Heartbeat
+
+    log, beat = Log(folder / "vllm.jsonl"), Heartbeat(store, "vllm")
+    llm = LLM(
+        str(folder / "model"),
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        weight_transfer_config={"backend": "pulse"},
+    )
+    handle: EngineHandle | None = None
+    while True:
+        try:
+            handle = handle or connect(
+                llm, store=store, stream=STREAM, allow_recreated=True, cache=cache
+            )
+            moved = handle.sync()
+        except PulseError as error:
+            print(f"{error} ({error.hint})", flush=True)
+            # The engine goes on: it is `pulse follow --engine` that would end and start again.
+            if handle is not None and not error.retryable:
+                handle.close()
+                handle = None
+        else:
+            beat.beat(STREAM, handle.version)
+            if moved is not None:
+                (raw,) = llm.apply_model(live_of)
+                log.say(sha=digest_of(raw), version=moved.version, proved=not handle.audit())
+        time.sleep(1.0)
+
+
+def live_of(model: Any) -> dict[str, memoryview]:
+    """The bytes of a vLLM's parameters by the names of the checkpoint, whose parts are apart."""
+    import torch
+
+    head = MODEL["hidden_size"] // MODEL["num_attention_heads"]
+    rows = {
+        "qkv_proj": {
+            "q_proj": MODEL["hidden_size"],
+            "k_proj": head * MODEL["num_key_value_heads"],
+            "v_proj": head * MODEL["num_key_value_heads"],
+        },
+        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), MODEL["intermediate_size"]),
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        fused = name.split(".")[-2]
+        parts = rows.get(fused, {fused: len(parameter)})
+        if fused in ("embed_tokens", "lm_head"):  # padded
+            parts = {fused: MODEL["vocab_size"]}
+        at = 0
+        for part, number in parts.items():
+            bits = parameter.detach()[at : at + number].contiguous().view(torch.uint8)
+            found[name.replace(fused, part)] = bits.numpy().data.cast("B")
+            at += number
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["trainer", "worker"])
+    parser.add_argument("role", choices=["trainer", "worker", "vllm"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("store")
     parser.add_argument("--keep", type=int, default=40)
     parser.add_argument("--cache")
+    parser.add_argument("--for-vllm", action="store_true", help="train a model that vLLM has")
     args = parser.parse_args()
     if args.role == "trainer":
-        trainer(args.folder, args.store, args.keep)
+        trainer(args.folder, args.store, args.keep, for_vllm=args.for_vllm)
     else:
-        worker(args.folder, args.store, args.cache)
+        (worker if args.role == "worker" else vllm)(args.folder, args.store, args.cache)
 
 
 if __name__ == "__main__":

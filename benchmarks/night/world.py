@@ -57,6 +57,8 @@ class World:
     keep: int
     caches: bool
     disks: bool = True
+    #: The interpreter of an environment that has vLLM and this library; None: no vLLM follows.
+    vllm: str | None = None
     roles: dict[str, Role] = field(default_factory=dict)
     #: Deaths by role: the exit statuses that the supervisor has seen.
     deaths: list[tuple[str, int]] = field(default_factory=list)
@@ -88,6 +90,7 @@ class World:
         )
         for name in ("logs", "clock", "caches"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.workers = [*WORKERS, *(["vllm"] if self.vllm else [])]
         self.preload = _built_clock(self.folder)
         self.renew_keys()
         for name in ("near", "direct", "served"):
@@ -135,6 +138,10 @@ class World:
             "served": [*pulse, "follow", url, self.store, *follow, *out("served")],
             "python": [*roles, "worker", str(self.folder), self.store, *cached("python")],
         }
+        if self.vllm is not None:
+            commands["trainer"].append("--for-vllm")
+            own = [self.vllm, *roles[1:], "vllm", str(self.folder), self.store, *cached("vllm")]
+            commands["vllm"] = own
         self.roles = {name: Role(name, command) for name, command in commands.items()}
         fold = [*pulse, "fold", self.store, *common]
         self.roles["fold"] = Role("fold", fold, FOLD_SECONDS, cron=True)
@@ -150,7 +157,7 @@ class World:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        if self.preload and not role.cron:
+        if self.preload and not role.cron and role.name != "vllm":
             env |= {"LD_PRELOAD": str(self.preload), "CLOCK_OFFSET_FILE": str(clock)}
         with (self.folder / "logs" / f"{role.name}.log").open("ab") as log:
             log.write(f"-- {time.monotonic():.1f}: started\n".encode())
@@ -229,10 +236,11 @@ class World:
                         self.confirmed.add(line["sha"])
                     else:
                         self.began[line["sha"]] = line["at"]
-                for line in self._new_lines("python"):
-                    if not line["proved"]:
-                        self.wrong.append(f"python, version {line['version']}: not the root")
-                    self._holds("python", Held(line["version"], line["sha"]))
+                for name in ("python", "vllm"):
+                    for line in self._new_lines(name):
+                        if not line["proved"]:
+                            self.wrong.append(f"{name}, version {line['version']}: not the root")
+                        self._holds(name, Held(line["version"], line["sha"]))
                 for name in ("direct", "served"):
                     # While its folder is replaced a reader may find it gone.
                     with suppress(OSError, ValueError, KeyError):
@@ -284,7 +292,7 @@ class World:
         with self._lock:
             return [
                 name
-                for name in WORKERS
+                for name in self.workers
                 if name not in self.held or self.began.get(self.held[name].sha, 0.0) <= since
             ]
 

@@ -265,3 +265,13 @@ class NonFinite(PulseError):
         "Call rewind() to go back to the last common round, or restore a checkpoint; "
         "then lower the learning rate."
     )
+
+
+def kind_of(error: Exception) -> str:
+    """The kind of an error; errors of other libraries have the kind of `PulseError`."""
+    return error.kind if isinstance(error, PulseError) else PulseError.kind
+
+
+def kinds_of(error: type[PulseError]) -> set[str]:
+    """The kind of an error, and those of its subclasses."""
+    return {error.kind}.union(*(kinds_of(kind) for kind in error.__subclasses__()))

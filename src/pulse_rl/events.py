@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
@@ -394,22 +393,13 @@ def fell_back(listener: Listener | None, stream: str, what: str, error: PulseErr
         listener(FallbackUsed(stream, what, str(error), error.kind))
 
 
-def kind_of(error: Exception) -> str:
-    """The kind of an error; errors of other libraries have the kind of `PulseError`."""
-    return error.kind if isinstance(error, PulseError) else PulseError.kind
-
-
 def hint_to(listener: Listener | None, hint: Hint) -> None:
-    """Report a hint to the listener; without one, to ``warnings`` and the logger ``pulse_rl``."""
+    """Report a hint to the listener; without one, to the logger ``pulse_rl``, which prints it to
+    stderr where the program has not set up logging."""
     if listener is not None:
         listener(hint)
-        return
-    # Without a handler logging would print the text to stderr, where `warnings` prints it already.
-    if _log.hasHandlers():
+    else:
         _log.warning("%s", hint)
-    # A warning shows the source line that raised it. A line of this library would not help the
-    # reader.
-    warnings.warn_explicit(str(hint), UserWarning, "pulse_rl", 0)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeGuard
 
+from ._util.settings import counted
 from .errors import EmptyStream, PulseError, StoreError
 from .events import Hint, Listener, Metadata, hint_to
 from .follow.checkpoint import PEFT_HINT, adapter_names, fused_experts, is_wrapped
@@ -77,8 +78,8 @@ def _names(state: State, mixed: Sequence[str]) -> Iterator[tuple[str, str, str]]
     if mixed:
         yield (
             "mixed_dtypes",
-            f"{len(mixed)} tensors ({mixed[0]!r} …) are FP32 or wider than most of the "
-            "state, and were cast: router biases and norms lose bits",
+            f"{counted(len(mixed), 'tensor')} ({mixed[0]!r} …) of FP32, or wider than most of the "
+            "state, were cast: router biases and norms lose bits",
             "To publish them as they are, give publish() State.of(state, keep=[name patterns]). "
             "dtype=None publishes each tensor in its own dtype.",
         )
@@ -94,8 +95,8 @@ def _names(state: State, mixed: Sequence[str]) -> Iterator[tuple[str, str, str]]
     if fused := fused_experts(state.specs):
         yield (
             "fused_names",
-            f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as transformers has "
-            "them in memory",
+            f"{counted(len(fused), 'tensor')} with several experts each ({fused[0]!r} …), as "
+            "transformers has them in memory",
             "If the model's checkpoint has its experts one by one, as most do, publish "
             "pulse_rl.frameworks.transformers.checkpoint_weights(model): engines know the "
             "checkpoint's names.",

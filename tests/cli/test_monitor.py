@@ -84,7 +84,7 @@ def test_an_engine_is_counted_as_a_worker(
 ) -> None:
     store, events = LocalStore(tmp_path / "store"), tmp_path / "events.jsonl"
     Publisher(store, stream="policy").publish(history(rng, 1)[0])
-    moved = EngineSync(0, None, "0" * 64, {}, True, 0.1, 0.1, None, 0.2, 0.3, 40)
+    moved = EngineSync(0, None, "0" * 64, {}, True, 0.1, 0.1, None, 0.2, 0.3, 40, 1.5)
     moves = iter([EngineUnavailable("it starts"), moved])
 
     def sync() -> EngineSync | None:
@@ -113,7 +113,7 @@ def test_an_engine_is_counted_as_a_worker(
     failed, synced = [json.loads(line) for line in events.read_text().splitlines()]
     assert (failed["event"], failed["kind"]) == ("call_failed", "engine_unavailable")
     assert (synced["event"], synced["version"], synced["fetched_bytes"]) == ("synced", 0, 40)
-    assert "lag_seconds" not in synced
+    assert synced["lag_seconds"] == 1.5
 
 
 def test_a_thousand_junk_objects_are_not_a_thousand_lines(

@@ -97,7 +97,7 @@ def test_damaged_object(now: Situation) -> None:
         now.root("STORE")
     commands = now.run("Damaged object")
     assert "version 3: the patch 2->3 is damaged" in next(commands)
-    assert "1 objects of policy restored" in next(commands)
+    assert "1 object of policy restored" in next(commands)
     assert now.root("STORE") == now.roots[-1]
     now.damage()
     assert "restored the fold" in next(commands)

@@ -206,3 +206,4 @@ def test_a_slow_link_does_not_lengthen_the_pause(shared: tuple[Policy, Any]) -> 
         report = handle.sync()
         assert report.fetch_seconds > 7 * report.fetched_bytes / 1e6
         assert report.pause_seconds < report.fetch_seconds / 2
+        assert report.fetch_seconds < report.lag_seconds < 600

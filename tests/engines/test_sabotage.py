@@ -77,7 +77,7 @@ HANDLED: dict[str, tuple[Any, Any]] = {
     "scaled": (scale, lambda layer, x: linear(x, layer.weight)),
     "a copy": (keep, lambda layer, x: x @ layer.mine),
 }
-DIFFERS = "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM
+DIFFERS = "does not compute with the checkpoint .* it differs in 1 tensor, " + VICTIM
 UNUSED = f"the engine's '{VICTIM}' do not compute with the weights"
 REFUSED = {
     "rows permuted": (flip, "auto", DIFFERS),

@@ -152,7 +152,7 @@ def test_a_stream_of_one_version_or_of_two_models_is_refused(
     store = LocalStore(tmp_path)
     publisher = Publisher(store, stream="policy")
     publisher.publish(states[0])
-    with pytest.raises(InputError, match="holds 1 versions"):
+    with pytest.raises(InputError, match="holds 1 version,"):
         study(store, stream="policy")
     publisher.publish({name: states[0][name] for name in list(states[0])[:2]})
     with pytest.raises(StateMismatch, match="version 1: tensor"):

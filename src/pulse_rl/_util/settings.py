@@ -99,6 +99,11 @@ def parse_seconds(text: str) -> float:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """1 object, 2 objects."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(nbytes: float) -> str:
     """63 MB."""
     return with_prefix(nbytes, "B")

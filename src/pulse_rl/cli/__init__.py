@@ -20,7 +20,7 @@ from functools import cache
 
 from .. import __version__
 from ..errors import InputError, PulseError
-from . import files, following, inventory, runs, streams, study
+from . import files, following, inventory, runs, streams, study, upkeep
 from .common import AS_JSON, Console, add_command, open_streams, shortened
 
 # The commands whose examples stand below the help.
@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (files, streams, following, runs, inventory, study):
+    for module in (files, streams, upkeep, following, runs, inventory, study):
         module.add_parsers(commands)
     completion = add_command(commands, "completion", complete, AS_JSON)
     completion.add_argument("shell", choices=["bash", "zsh"], help="the shell")

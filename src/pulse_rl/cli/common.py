@@ -25,12 +25,16 @@ from ..events import (
     Event,
     FallbackUsed,
     Hint,
+    Listener,
     Progress,
     ProgressBars,
+    Published,
 )
 from ..follow.folder import check_file
 from ..quantize.formats import FORMATS
 from ..state.cast import compute_dtype_named
+from ..store import Store, open_store
+from ..stream.signing import Signer
 
 _MAX_SECONDS = 1e9
 # Of one kind of what cannot be used. A stranger's thousand junk objects are not a thousand lines.
@@ -195,6 +199,33 @@ def quantization(text: str) -> str | dict[str, Any]:
     return config
 
 
+# -- streams
+
+
+def open_lasting(address: str) -> Store:
+    """The store at an address that outlives the command; raises InputError for another."""
+    if address.startswith("memory:"):
+        raise InputError(
+            "a memory:// store is lost when the command ends",
+            hint="Give a folder or an object store.",
+        )
+    return open_store(address)
+
+
+def signer_of(args: argparse.Namespace) -> Signer | None:
+    return Signer.load(args.sign_key) if args.sign_key else None
+
+
+def reading(args: argparse.Namespace, listener: Listener) -> dict[str, Any]:
+    """What the library's functions on a stream are given by every command."""
+    return {
+        "trusted_keys": args.trust,
+        "stream_id": args.stream_id,
+        "threads": args.threads,
+        "on_event": listener,
+    }
+
+
 # -- output
 
 
@@ -327,6 +358,13 @@ def facts_of(found: Any, *names: str) -> dict[str, Any]:
     if "seconds" in facts:
         facts["seconds"] = round(facts["seconds"], 6)
     return facts
+
+
+def print_published(done: Published, console: Console) -> None:
+    names = "stream stream_id version root elements changed density dense_bytes patch_bytes "
+    names += "anchor_bytes ratio reason seconds"
+    facts = facts_of(done, *names.split())
+    console.result(facts, f"{done}, root {done.root}")
 
 
 def check_output(out: Path, mark: bytes, *, force: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from .. import codec as codecs
 from .. import patch
 from .._util.files import open_regular
-from .._util.settings import format_bytes
+from .._util.settings import counted, format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..follow.aux_files import files_of
@@ -119,14 +119,15 @@ def apply(args: argparse.Namespace, console: Console) -> None:
         with InUse(out) as use:
             use.take()
             replace_folder(out, applied.digest.root[:12], write, force=args.force)
+    changed = sum(len(c) for c in applied.changes.values())
     facts = {
         "root": applied.digest.root,
-        "changed": sum(len(c) for c in applied.changes.values()),
+        "changed": changed,
         "tensors": len(base.specs),
         "output": str(out),
         "seconds": round(time.perf_counter() - started, 6),
     }
-    line = f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"
+    line = f"{out}: root {applied.digest.root} verified, {counted(changed, 'element')} changed"
     console.result(facts, line)
 
 
@@ -246,7 +247,7 @@ def _lines(facts: dict[str, Any], name: str) -> list[str]:
         size += f" for {format_bytes(facts['dense_bytes'])}, {facts['ratio']:.1f} times smaller"
     return [
         f"{name}: {size}",
-        f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density "
+        f"  {facts['changed']:,} of {counted(facts['elements'], 'element')} changed (density "
         f"{facts['density']:.4%}){cost}",
         f"  from root {facts['base_root']}",
         f"  to root   {facts['target_root']}",

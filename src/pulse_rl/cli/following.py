@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .._util.retry import Backoff, jittered
-from .._util.settings import format_bytes
+from .._util.settings import counted, format_bytes
 from ..engines import sglang, vllm
 from ..engines.handle import EngineHandle, EngineSync
 from ..engines.rollouts import Replay, Rollout
@@ -52,18 +52,14 @@ from .common import (
     add_poll,
     count,
     facts_of,
+    open_lasting,
     options,
     path,
-)
-from .monitor import MONITORED, Monitor
-from .streams import (
-    of_version,
-    open_lasting,
-    open_publisher,
     print_published,
     reading,
-    version_options,
 )
+from .monitor import MONITORED, Monitor
+from .streams import of_version, open_publisher, version_options
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 15.0
 # A store that is away costs nobody anything, and when it is back workers are to go on soon.
@@ -240,12 +236,13 @@ def _connect(engine: Any, **settings: Any) -> EngineHandle:
 
 
 def _synced(stream: str, done: EngineSync) -> Synced:
-    """The event of an engine's move, whose own processes have synced. They do not say when the
-    version was committed, nor by which links they came."""
+    """The event of an engine's move, whose own processes have synced. They do not say by which
+    links they came."""
     seconds = done.fetch_seconds + done.verify_seconds + done.pause_seconds
     phases = {"fetch": done.fetch_seconds, "apply": done.verify_seconds}
     moved = (done.version, done.previous, done.root, (), done.fetched_bytes)
-    return Synced(stream, *moved, seconds, math.nan, phases)
+    lag = math.nan if done.lag_seconds is None else done.lag_seconds
+    return Synced(stream, *moved, seconds, lag, phases)
 
 
 def _follow_into_a_folder(args: argparse.Namespace, console: Console, monitor: Monitor) -> None:
@@ -382,7 +379,8 @@ def replay(args: argparse.Namespace, console: Console) -> int:
                 _show_replayed(number, done, console)
     console.result(
         {"rollouts": len(rollouts), "same": same, "tokens": tokens},
-        f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens in all",
+        f"{same} of {counted(len(rollouts), 'rollout')} the same to the last bit; "
+        f"{counted(tokens, 'token')} in all",
     )
     return 0 if same == len(rollouts) else 1
 
@@ -410,9 +408,9 @@ def _show_replayed(number: int, done: Replay, console: Console) -> None:
     if done.reason:
         how = f"not all of it can be generated again: {done.reason}"
     elif done.same:
-        how = f"{len(rollout.token_ids)} tokens are the same"
+        how = f"{counted(len(rollout.token_ids), 'token')}, all the same"
     else:
-        how = f"{len(done.differing)} of {len(rollout.token_ids)} tokens differ"
+        how = f"{len(done.differing)} of {counted(len(rollout.token_ids), 'token')} differ"
         if done.engine_version != rollout.engine_version:
             how += (
                 f"; {rollout.engine} was {rollout.engine_version}, and is {done.engine_version} "

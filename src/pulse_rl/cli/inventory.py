@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .._util.settings import format_bytes, format_duration, format_percent
+from .._util.settings import counted, format_bytes, format_duration, format_percent
 from ..errors import PulseError
 from ..events import Metadata
 from ..hints import empty, streams_in
@@ -26,10 +26,10 @@ from .common import (
     add_command,
     facts_of,
     number,
+    open_lasting,
     options,
     seconds,
 )
-from .streams import open_lasting
 
 _SHOWN_ANCHORS = 5
 
@@ -113,7 +113,7 @@ def status(args: argparse.Namespace, console: Console) -> int:
     lines, gone = [], []
     for each in found:
         workers, newest = each["workers"], each["newest"]
-        known = f"{len(workers)} workers" if workers else "no worker"
+        known = counted(len(workers), "worker") if workers else "no worker"
         lines.append(f"{each['stream']}: version {newest}, {known}")
         rows = [
             (
@@ -121,7 +121,7 @@ def status(args: argparse.Namespace, console: Console) -> int:
                 "no version" if worker["version"] is None else f"version {worker['version']}",
                 "newest" if worker["behind"] == 0 else f"{worker['behind']} behind",
                 f"seen {_age(worker['seen_seconds'])} ago",
-                f"{worker['errors']} errors: {worker['reason']}" if worker["errors"] else "",
+                _trouble(worker),
             )
             for worker in workers
         ]
@@ -246,6 +246,11 @@ def _metadata(metadata: Metadata) -> str:
         for key, value in metadata.items()
     )
     return " ".join(text if len(text) < 60 else f"{text[:57]}…" for text in shown)
+
+
+def _trouble(worker: dict[str, Any]) -> str:
+    errors = worker["errors"]
+    return f"{counted(errors, 'error')}: {worker['reason']}" if errors else ""
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .._util.serial import Closing
-from .._util.settings import format_bytes, format_number, short_int
+from .._util.settings import counted, format_bytes, format_number, short_int
 from ..errors import InputError
 from ..events import Event, Synced
 from ..follow.checkpoint import FILE_NAME
@@ -37,10 +37,11 @@ from .common import (
     count,
     facts_of,
     number,
+    open_lasting,
     path,
+    reading,
 )
 from .inventory import opened_stream, versions_of
-from .streams import open_lasting, reading
 
 _SKIP, _LAST_BAD = 125, 127
 _PLACE = "{}"
@@ -314,7 +315,8 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
         said = " ".join(f"{key}={value}" for key, value in metadata.items())
         facts |= {"first_bad": first, "metadata": metadata}
         of = f" ({said})" if said else ""
-        console.result(facts, f"version {first} is the first bad one{of}, asked {asked} times")
+        tries = counted(asked, "time")
+        console.result(facts, f"version {first} is the first bad one{of}, asked {tries}")
         return 0
 
 

@@ -1,5 +1,4 @@
-"""Commands on a stream: publish, anchor, attest, verify, repair, fold, gc, keygen; and on a store:
-serve, store-check."""
+"""Commands on a stream: publish, attest, keygen; and on a store: serve, store-check."""
 
 from __future__ import annotations
 
@@ -13,20 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .._util.settings import format_bytes
+from .._util.settings import counted
 from ..errors import InputError, PulseError
-from ..events import Listener, Published
+from ..events import Listener
 from ..follow.aux_files import checked_files, files_of, of_dtype
 from ..follow.checkpoint import current_version, load
 from ..ops.attest import BUNDLE, AttestationKey, make_statement
 from ..ops.checkout import Checkout, checkout
-from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream
-from ..ops.gc import DEFAULT_GRACE_SECONDS, gc_stream
-from ..ops.repair import Checkpoint, repair_stream
-from ..ops.verify import verify_stream
 from ..state.cast import COMPUTE_DTYPES
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
-from ..stores.cached import CACHE_FOLDER
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
@@ -47,15 +41,17 @@ from .common import (
     compute_dtype,
     count,
     fact,
-    facts_of,
     number,
+    open_lasting,
     options,
-    path,
     port,
-    seconds,
+    print_published,
+    reading,
+    signer_of,
     write_output,
 )
 from .monitor import MONITORED, Monitor
+from .upkeep import folds_made
 
 DEFAULT_PORT = 8734
 # A folder's name comes on top.
@@ -99,16 +95,6 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
     )
 
 
-def reading(args: argparse.Namespace, listener: Listener) -> dict[str, Any]:
-    """What the library's functions on a stream are given by every command."""
-    return {
-        "trusted_keys": args.trust,
-        "stream_id": args.stream_id,
-        "threads": args.threads,
-        "on_event": listener,
-    }
-
-
 def add_parsers(commands: Any) -> None:
     checkpoint = options()  # before the store
     text = f"{A_CHECKPOINT}, with which a new stream begins"
@@ -118,49 +104,12 @@ def add_parsers(commands: Any) -> None:
     text = "then make folds (see fold)"
     command.add_argument("--folds", type=count, nargs="+", metavar="N", help=text)
 
-    command = add_command(commands, "anchor", anchor, COMMON, STREAM, SIGNING, TRUST)
-    text = "read the newest version here: its checkpoint, or another store of the stream"
-    command.add_argument("--from", dest="source", type=path, metavar="SOURCE", help=text)
-
-    command = add_command(commands, "repair", repair, COMMON, STREAM, SIGNING, TRUST)
-    text = (
-        "another copy of the stream (a relay's target, a backup, a cache), or a checkpoint of "
-        "one version"
-    )
-    command.add_argument(
-        "--from", dest="source", type=path, required=True, metavar="SOURCE", help=text
-    )
-
     command = add_command(commands, "attest", attest, COMMON, STREAM, TRUST, LAYOUT, WRITING)
     text = "the version's number (default: the newest)"
     command.add_argument("--version", type=number, metavar="N", help=text)
     text = "sign with this private key of P-256, P-384 or P-521 in PEM"
     command.add_argument("--key", metavar="FILE", required=True, help=text)
     add_file_to_write(command, "FILE", "the file to write (default: print it)", required=False)
-
-    add_command(commands, "verify", verify, COMMON, STREAM, TRUST)
-
-    command = add_command(commands, "fold", fold, COMMON, STREAM, SIGNING, TRUST)
-    command.add_argument(
-        "--folds",
-        type=count,
-        nargs="+",
-        default=list(DEFAULT_FOLDS),
-        metavar="N",
-        help="how many versions each fold spans (default: 8 64)",
-    )
-
-    command = add_command(commands, "gc", gc, COMMON, STREAM, TRUST)
-    text = "number of newest versions to keep"
-    command.add_argument("--keep", type=count, required=True, metavar="N", help=text)
-    command.add_argument(
-        "--grace",
-        type=seconds,
-        default=DEFAULT_GRACE_SECONDS,
-        metavar="SECONDS",
-        help="keep payloads written in the last SECONDS (default: 3600)",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
 
     command = add_command(commands, "serve", serve, COMMON, MONITORED, timed=True)
     text = "the store's folder, such as a relay's target"
@@ -227,7 +176,7 @@ def publish(args: argparse.Namespace, console: Console) -> None:
     with open_publisher(args, console) as publisher:
         done = publisher.publish(state, **of_version(args, Path(args.checkpoint)))
     if args.folds:
-        list(_folds(args, console))
+        list(folds_made(args, console))
     print_published(done, console)
 
 
@@ -237,7 +186,7 @@ def open_publisher(args: argparse.Namespace, listener: Listener) -> Publisher:
         open_lasting(args.store),
         stream=args.stream,
         keep=args.keep,
-        signer=_signer(args),
+        signer=signer_of(args),
         trusted_keys=args.trust or (),
         threads=args.threads,
         on_event=listener,
@@ -251,73 +200,6 @@ def open_publisher(args: argparse.Namespace, listener: Listener) -> Publisher:
             hint="Give the key with --sign-key, or another stream.",
         )
     return publisher
-
-
-def anchor(args: argparse.Namespace, console: Console) -> None:
-    """Publish the newest version once more, whole, for new workers to start from.
-
-    pulse anchor s3://bucket/run --stream policy
-    """
-    source = None
-    if args.source:
-        checkpoint = _checkpoint(args.source)
-        source = checkpoint.state if checkpoint else _copy_of(args.source)
-    done = anchor_stream(
-        open_lasting(args.store),
-        args.stream,
-        source=source,
-        signer=_signer(args),
-        **reading(args, console),
-    )
-    print_published(done, console)
-    if done.reason:
-        console.note(done.reason)
-
-
-def repair(args: argparse.Namespace, console: Console) -> int:
-    """Restore damaged and missing objects from another copy of the stream, or from a checkpoint.
-
-    pulse repair s3://bucket/run --stream policy --from /mnt/relay
-    """
-    found = list(
-        repair_stream(
-            open_lasting(args.store),
-            args.stream,
-            _checkpoint(args.source) or _copy_of(args.source),
-            signer=_signer(args),
-            trusted_keys=args.trust,
-            stream_id=args.stream_id,
-            threads=args.threads,
-        )
-    )
-    left = sum(bool(each.problem) for each in found)
-    lines = [
-        f"{each.name} cannot be restored: {each.problem}"
-        if each.problem
-        else f"restored {each.name}"
-        for each in found
-    ]
-    lines.append(f"{len(found) - left} objects of {args.stream} restored, {left} still damaged")
-    facts = {"stream": args.stream, "restored": len(found) - left, "damaged": left}
-    console.result(facts | {"objects": [each._asdict() for each in found]}, *lines)
-    return 1 if left else 0
-
-
-def _checkpoint(source: str) -> Checkpoint | None:
-    """The checkpoint at a path; None for a store."""
-    where = Path(source)
-    if where.is_dir() and not (any(where.glob("*.safetensors")) or (where / ".pulse").exists()):
-        return None
-    if not where.exists():
-        return None
-    where = current_version(where)
-    return Checkpoint(load(where)[0], where)
-
-
-def _copy_of(source: str) -> Store:
-    """Another store of a stream, or the folder of a cache."""
-    cache = Path(source) / CACHE_FOLDER
-    return LocalStore(cache) if cache.is_dir() else open_lasting(source)
 
 
 def attest(args: argparse.Namespace, console: Console) -> None:
@@ -340,121 +222,11 @@ def attest(args: argparse.Namespace, console: Console) -> None:
     text = f"{json.dumps(bundle)}\n".encode()
     write_output(Path(args.output), [text], BUNDLE.encode(), force=args.force)
     facts = predicate["pulse"] | {"files": len(predicate["resources"]), "output": args.output}
+    files = counted(facts["files"], "file")
     line = (
-        f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, "
-        f"root {facts['root']}"
+        f"{args.output}: version {facts['version']} of {args.stream}, {files}, root {facts['root']}"
     )
     console.result(facts, line)
-
-
-def verify(args: argparse.Namespace, console: Console) -> int:
-    """Replay and check a whole stream.
-
-    pulse verify s3://bucket/run --stream policy
-    """
-    store = open_lasting(args.store)
-    versions = 0
-    problems: list[dict[str, Any]] = []
-    dependent: dict[int, list[int]] = {}  # on a damaged version
-    reached = True
-    for report in verify_stream(store, args.stream, **reading(args, console)):
-        versions += 1
-        reached = bool(report.links)
-        if report.depends_on is not None:
-            if not report.links:
-                dependent.setdefault(report.depends_on, []).append(report.version)
-            continue
-        problems += [{"version": report.version, "problem": p} for p in report.problems]
-    lines = []
-    for problem in problems:
-        of = dependent.pop(problem["version"], [])
-        problem["dependent"] = of
-        rest = f"; {_ranges(of)} depend{'s' * (len(of) == 1)} on it" if of else ""
-        lines.append(f"version {problem['version']}: {problem['problem']}{rest}")
-    plural = "" if len(problems) == 1 else "s"
-    verdict = f"{len(problems)} problem{plural}" if problems else "all links are valid"
-    if not reached:
-        lines.append(
-            "new workers cannot reach the newest version: see `pulse repair`, or publish one with "
-            "an anchor"
-        )
-    facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
-    console.result(facts, *lines, f"{versions} versions of {args.stream} verified: {verdict}")
-    return 1 if problems else 0
-
-
-def _ranges(versions: list[int]) -> str:
-    """Ascending versions as text, such as "versions 3 to 59"."""
-    runs: list[list[int]] = []
-    for version in versions:
-        if runs and runs[-1][1] == version - 1:
-            runs[-1][1] = version
-        else:
-            runs.append([version, version])
-    shown = (f"{low} to {high}" if low < high else str(low) for low, high in runs)
-    return f"version{'s' if len(versions) > 1 else ''} {', '.join(shown)}"
-
-
-def _folds(args: argparse.Namespace, console: Console) -> Iterator[tuple[int, int]]:
-    store, folds = open_lasting(args.store), tuple(args.folds)
-    return fold_stream(store, args.stream, folds, signer=_signer(args), **reading(args, console))
-
-
-def fold(args: argparse.Namespace, console: Console) -> None:
-    """Make patches that span many versions, for workers that are far behind.
-
-    pulse fold s3://bucket/run --stream policy --folds 8 64
-    """
-    made = list(_folds(args, console))
-    lines = [f"fold {base}->{version}" for base, version in made]
-    facts = {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]}
-    console.result(facts, *lines, f"{len(made)} folds made")
-
-
-def gc(args: argparse.Namespace, console: Console) -> None:
-    """Delete what the kept versions do not need.
-
-    pulse gc s3://bucket/run --stream policy --keep 100 --dry-run
-    """
-    plan = gc_stream(
-        open_lasting(args.store),
-        args.stream,
-        keep=args.keep,
-        grace_seconds=args.grace,
-        dry_run=args.dry_run,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-    )
-    facts = {
-        "stream": args.stream,
-        "oldest": plan.oldest,
-        "versions": len(plan.versions),
-        "objects": len(plan.names),
-        "bytes": plan.nbytes,
-        "dry_run": args.dry_run,
-        "wanted": plan.wanted,
-        "young_bytes": plan.young,
-        "unfinished_bytes": plan.unfinished,
-    }
-    verb = "would be deleted" if args.dry_run else "deleted"
-    lines = [
-        f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} "
-        f"versions; version {plan.oldest} is the oldest kept"
-    ]
-    if plan.unfinished:
-        lines.append(f"{format_bytes(plan.unfinished)} of unfinished files deleted")
-    if plan.oldest < plan.wanted:
-        lines.append(
-            f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the "
-            "anchor of version "
-            f"{plan.oldest}, so what is between stays (`pulse anchor` publishes a newer anchor)"
-        )
-    if plan.young:
-        lines.append(
-            f"{format_bytes(plan.young)} that nothing names stay for now: written in the last "
-            "--grace seconds"
-        )
-    console.result(facts, *lines)
 
 
 def keygen(args: argparse.Namespace, console: Console) -> None:
@@ -465,13 +237,6 @@ def keygen(args: argparse.Namespace, console: Console) -> None:
     signer = Signer.generate()
     signer.save(args.file)
     console.result({"public_key": signer.public_key, "file": args.file}, signer.public_key)
-
-
-def print_published(done: Published, console: Console) -> None:
-    names = "stream stream_id version root elements changed density dense_bytes patch_bytes "
-    names += "anchor_bytes ratio reason seconds"
-    facts = facts_of(done, *names.split())
-    console.result(facts, f"{done}, root {done.root}")
 
 
 def of_version(args: argparse.Namespace, checkpoint: Path, **facts: Any) -> dict[str, Any]:
@@ -496,20 +261,6 @@ def _files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes
     return (
         of_dtype(files_of(current_version(checkpoint)), args.dtype) if checkpoint.is_dir() else None
     )
-
-
-def _signer(args: argparse.Namespace) -> Signer | None:
-    return Signer.load(args.sign_key) if args.sign_key else None
-
-
-def open_lasting(address: str) -> Store:
-    """The store at an address that outlives the command; raises InputError for another."""
-    if address.startswith("memory:"):
-        raise InputError(
-            "a memory:// store is lost when the command ends",
-            hint="Give a folder or an object store.",
-        )
-    return open_store(address)
 
 
 def serve(args: argparse.Namespace, console: Console) -> None:

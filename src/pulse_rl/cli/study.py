@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import open_regular
-from .._util.settings import format_bytes, format_duration, parse_seconds
+from .._util.settings import counted, format_bytes, format_duration, parse_seconds
 from ..errors import InputError
 from ..state.cast import COMPUTE_DTYPES
 from ..study import plan as plans
@@ -178,7 +178,7 @@ def plan(args: argparse.Namespace, console: Console) -> None:
     facts["full_wins"] = {"density": density, "bandwidth": bandwidth}
     facts |= {"inputs": asdict(scenario), "target": target}
     lines = [
-        f"{scenario.params:,} parameters, density {scenario.density:.3%}, "
+        f"{counted(scenario.params, 'parameter')}, density {scenario.density:.3%}, "
         f"{scenario.step_seconds:g} s per step, {format_bandwidth(scenario.bandwidth)} to each "
         "worker",
         f"  {'':18} {'bytes/sync':>10} {'utilization':>12} {'of a worker':>14} {'time/sync':>10}  "
@@ -226,8 +226,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     states = found["states"]
     lines = [
         f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of "
-        f"{found['parameters']:,} parameters "
-        f"in {found['dtype']}",
+        f"{counted(found['parameters'], 'parameter')} in {found['dtype']}",
         "",
         "sparsity: fraction of weights that are bitwise equal in two states k apart",
         f"{'k':>5} {'pairs':>6} {'mean':>9} {'min':>9} {'max':>9} {'untouched':>10}",

@@ -58,6 +58,8 @@ class EngineSync:
         fetch_seconds: The wait for the store, before the pause.
         verify_seconds: The time to decode, hash and lay out, before the pause.
         fetched_bytes: What was fetched from the store.
+        lag_seconds: Age of the version when it was live: from its commit by the publisher's clock
+            to then by the engine's. None: nothing was fetched.
     """
 
     version: int
@@ -71,6 +73,7 @@ class EngineSync:
     fetch_seconds: float
     verify_seconds: float
     fetched_bytes: int
+    lag_seconds: float | None
 
 
 _REPORTED = {field.name for field in fields(EngineSync)} - {"version", "pause_seconds"}

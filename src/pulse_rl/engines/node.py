@@ -323,11 +323,12 @@ class Prepared(NamedTuple):
 @dataclass(slots=True)
 class Cost:
     """What the staged update took, in seconds and bytes: waiting for the store, and all else on the
-    host."""
+    host. ``created``: when its version was committed, by the publisher's clock."""
 
     fetch_seconds: float = 0.0
     verify_seconds: float = 0.0
     fetched_bytes: int = 0
+    created: float | None = None
 
 
 class Staging:
@@ -543,3 +544,4 @@ class Staging:
             self._cost.fetch_seconds += fetch
             self._cost.verify_seconds += max(0.0, event.seconds - fetch)
             self._cost.fetched_bytes += event.fetched_bytes
+            self._cost.created = time.time() - event.lag_seconds

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._util.settings import counted
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..follow.checkpoint import FILE_NAME, INDEX_NAME
 from ..state.digest import StateDigest
@@ -215,7 +216,7 @@ class Session:
             self.map.loader_map = None
             raise UnsupportedTensor(
                 "the engine does not compute with the checkpoint that it was started from: "
-                f"{len(wrong)} tensors differ, {', '.join(wrong[:3])}",
+                f"it differs in {counted(len(wrong), 'tensor')}, {', '.join(wrong[:3])}",
                 hint="Something changes these weights when they are loaded, or has changed them "
                 "since: such an engine cannot follow a stream. If it was started from another "
                 "checkpoint, name that as base.",
@@ -226,7 +227,7 @@ class Session:
             self.map.loader_map = None
             raise UnsupportedTensor(
                 f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the "
-                f"weights that an update would write ({len(strange)} modules)",
+                f"weights that an update would write ({counted(len(strange), 'module')})",
                 hint="Something keeps copies of these weights, or changes them, outside of what "
                 "the engine does to each module when it is loaded: start it without.",
             )
@@ -235,7 +236,9 @@ class Session:
         self.map.unused, self.map.ties = tuple(unused), tuple(ties)
         if unused and self._node.leader:
             shown = ", ".join(unused[:5])
-            _log.warning("%d tensors of the stream have no place: %s", len(unused), shown)
+            _log.warning(
+                "%s of the stream without a place: %s", counted(len(unused), "tensor"), shown
+            )
         if self.map.proved:
             number, subscriber = self._node.shared(self._base_version()), self.staging.subscriber
             stream_id = subscriber.stream_id if subscriber is not None else None
@@ -445,6 +448,7 @@ class Session:
         self.live = now
         self._updates += 1
         self.staging.acknowledge(now.number)
+        cost = self.staging.cost
         self.report = {
             "version": now.number,
             "previous": step.live,
@@ -453,7 +457,8 @@ class Session:
             "full": prepared is None,
             "apply_seconds": written - begun,
             "audit_seconds": time.perf_counter() - written if due else None,
-            **asdict(self.staging.cost),
+            "lag_seconds": None if cost.created is None else time.time() - cost.created,
+            **asdict(cost),
         }
 
     def audit(self) -> list[str]:

@@ -14,7 +14,13 @@ from typing import Any, Generic, TypeVar
 
 from .._util.retry import Backoff, jittered
 from .._util.serial import Closing, NotCopyable, Operation, mark_worker
-from .._util.settings import checked_collection, checked_count, checked_number, checked_path
+from .._util.settings import (
+    checked_collection,
+    checked_count,
+    checked_number,
+    checked_path,
+    counted,
+)
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Listener, checked_listener, serialized
@@ -279,7 +285,7 @@ class MultiSubscriber(Closing, NotCopyable):
         self._followed = {}
 
     def __repr__(self) -> str:
-        return f"<MultiSubscriber of {len(self)} streams in {self._stores[0]!r}>"
+        return f"<MultiSubscriber of {counted(len(self), 'stream')} in {self._stores[0]!r}>"
 
     # -- the threads
 

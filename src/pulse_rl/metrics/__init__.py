@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from .._util.files import open_regular
 from .._util.serial import Closing
 from .._util.settings import checked_path, short_int
-from ..errors import FormatError, InputError, IntegrityError
+from ..errors import FormatError, InputError, IntegrityError, kinds_of
 from ..events import (
     CallFailed,
     Event,
@@ -40,7 +40,7 @@ from ..events import (
     Served,
     Synced,
 )
-from ..ops.fleet import Heartbeat, kinds_of
+from ..ops.fleet import Heartbeat
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

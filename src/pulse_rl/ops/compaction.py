@@ -9,8 +9,8 @@ from typing import Any
 
 from .._util.settings import checked_collection
 from .._util.threads import checked_threads
-from ..errors import ChainGap, EmptyStream, InputError
-from ..events import CallFailed, Event, Folded, Listener, Published, checked_listener, kind_of
+from ..errors import ChainGap, EmptyStream, InputError, kind_of
+from ..events import CallFailed, Event, Folded, Listener, Published, checked_listener
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..store.base import UNREADABLE

@@ -24,7 +24,7 @@ from .._util.retry import Backoff, jittered
 from .._util.serial import Closing
 from .._util.settings import short_int
 from .._util.threads import ordered_map
-from ..errors import InputError, PulseError, StoreError
+from ..errors import InputError, PulseError, StoreError, kinds_of
 from ..events import CallFailed, Event, FallbackUsed, Relayed, Synced
 from ..store import Store, open_store
 from ..store.base import UNREADABLE, ObjectInfo, whole
@@ -397,11 +397,6 @@ class StuckWorkers:
             return False
         self._not_before = now + self._backoff.wait()
         return True
-
-
-def kinds_of(error: type[PulseError]) -> set[str]:
-    """The kind of an error, and those of its subclasses."""
-    return {error.kind}.union(*(kinds_of(kind) for kind in error.__subclasses__()))
 
 
 class HeartbeatRelay:

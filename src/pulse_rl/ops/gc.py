@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from .._util.serial import shield
 from .._util.settings import checked_count, checked_number
-from ..errors import ChainGap, EmptyStream, NotFound
-from ..events import CallFailed, Hint, Listener, hint_to, kind_of
+from ..errors import ChainGap, EmptyStream, NotFound, kind_of
+from ..events import CallFailed, Hint, Listener, hint_to
 from ..store import LocalStore, Store, open_store
 from ..store.base import UNREADABLE, ObjectInfo
 from ..stream.manifest import Manifest, Payload

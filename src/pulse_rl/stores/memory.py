@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .._util.settings import counted
 from ..errors import AlreadyExists, NotFound
 from ..store.base import Data, ObjectInfo, check_folder, check_name, check_range, joined
 
@@ -26,7 +27,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<MemoryStore of {len(self._names)} objects>"
+        return f"<MemoryStore of {counted(len(self._names), 'object')}>"
 
     def put(self, name: str, data: Data) -> None:
         entry = (_joined(data), time.time())

@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._util.serial import Closing
+from .._util.settings import counted
 from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
 from ..state.bits import UIntArray
@@ -105,7 +106,8 @@ class SparsityMeter(Closing):
         self._hook.remove()
 
     def __repr__(self) -> str:
-        return f"<SparsityMeter of {len(self._live.specs)} tensors: {len(self._states)} states>"
+        tensors, states = len(self._live.specs), len(self._states)
+        return f"<SparsityMeter of {counted(tensors, 'tensor')}: {counted(states, 'state')}>"
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._optimizer is None and self._live.is_trained_by(optimizer):

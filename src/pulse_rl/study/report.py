@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from .._util import extra
-from .._util.settings import checked_path, format_bytes, format_duration, format_percent
+from .._util.settings import checked_path, counted, format_bytes, format_duration, format_percent
 from ..errors import InputError
 from ..metrics import read_events
 from .tally import FORMAT
@@ -214,7 +214,8 @@ def _study_parts(study: Mapping[str, Any]) -> list[str]:
     by_distance = [("", [row["k"] for row in rows], [changed(row) for row in rows])]
     parts = [
         f"<h2>Study of {html.escape(str(study['source'])[:_MAX_TEXT])}: "
-        f"{int(study['parameters']):,} parameters, {html.escape(str(study['dtype']))}</h2>",
+        f"{counted(int(study['parameters']), 'parameter')}, "
+        f"{html.escape(str(study['dtype']))}</h2>",
         _table(head, table),
         _chart("Changed elements by states apart, %", by_distance, xlabel="states apart"),
     ]

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._util.settings import checked_path
+from .._util.settings import checked_path, counted
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
 from ..events import Listener, progress_to
@@ -190,7 +190,7 @@ def _of_stream(store: Any, stream: str, threads: int | None) -> _States:
         versions = where.versions()
     if len(versions) < 2:
         raise InputError(
-            f"stream {stream!r} holds {len(versions)} versions, at least 2 are needed",
+            f"stream {stream!r} holds {counted(len(versions), 'version')}, at least 2 are needed",
             hint="A study compares at least two states of one model.",
         )
 

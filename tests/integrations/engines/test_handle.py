@@ -21,7 +21,13 @@ from pulse_rl.errors import (
 )
 from tests.support.states import present
 
-SECONDS = {"apply_seconds": 0.1, "audit_seconds": None, "fetch_seconds": 0.2, "verify_seconds": 0.3}
+SECONDS = {
+    "apply_seconds": 0.1,
+    "audit_seconds": None,
+    "fetch_seconds": 0.2,
+    "lag_seconds": 1.5,
+    "verify_seconds": 0.3,
+}
 STEP = {"previous": 0, "root": "ab", "metadata": {"step": 1}, "full": False, "fetched_bytes": 4}
 ANOTHER = {"kind": "concurrent_use", "message": "another handle", "hint": "wait"}
 UPDATED = ("pause keep", "start", "update", "finish 3", "reset False", "resume")

@@ -67,19 +67,8 @@ class Handle:
             return None
         update.acknowledge()
         self.server.tag = str(update.version)
-        return EngineSync(
-            update.version,
-            previous,
-            update.root,
-            update.metadata,
-            False,
-            0.1,
-            0.1,
-            None,
-            0.0,
-            0.0,
-            1,
-        )
+        took = (False, 0.1, 0.1, None, 0.0, 0.0, 1, None)
+        return EngineSync(update.version, previous, update.root, update.metadata, *took)
 
     def close(self) -> None:
         self.closed = True
