@@ -20,7 +20,7 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
-from pulse_rl.errors import PublisherConflict, StoreError, StreamError
+from pulse_rl.errors import CorruptManifest, PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.folds import fold_link
 from tests.support.manifests import manifest_of
@@ -122,6 +122,19 @@ def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng, faulty: Faul
     faulty.damage = lambda name, data: data
     live.apply(worker.sync())
     assert (worker.version, live.root) == (2, state_root(states[2]))
+
+
+def test_a_first_version_is_seen_as_soon_as_it_arrives_undamaged(
+    rng: Rng, faulty: FaultyStore
+) -> None:
+    Publisher(faulty, stream="policy").publish(policy(rng))
+    worker = Subscriber(faulty, stream="policy")
+    faulty.damage = lambda name, data: data[:-1] if name == version_name(0) else data
+    for _ in range(5):
+        with pytest.raises(CorruptManifest):
+            worker.sync()
+    faulty.damage = lambda name, data: data
+    assert worker.sync() is not None
 
 
 @pytest.mark.slow

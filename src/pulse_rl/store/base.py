@@ -364,6 +364,7 @@ class UnreadableObjects:
     """Remembers which numbered objects were refused, so that a poll does not read them again.
 
     Each refused object is tried at three polls, then at one poll in 64, until it is written again.
+    A poll that finds nothing tries the preferred one each time: its reader has no version yet.
     ``on_refused`` is called once for each refused object. ``error`` is the reason why the first
     number of the last poll was refused, if known.
     """
@@ -398,6 +399,7 @@ class UnreadableObjects:
         budget = _Budget()
         rare = self._looks % _LOOKS_BETWEEN_LATER_TRIES == 0
         again = [number for number, was in self._refused.items() if was.tries < _TRIES or rare]
+        first_again = [n for n in numbers[:1] if n in self._refused and n not in again]
 
         def tried(number: int) -> T | None:
             budget.draw(listed[number].nbytes)
@@ -430,7 +432,7 @@ class UnreadableObjects:
         # 3. Refused objects that are preferred to the one just found: the network may have damaged
         # them.
         places = {number: at for at, number in enumerate(numbers[:place])}
-        for number in again:
+        for number in again if found is not None else [*again, *first_again]:
             if budget.spent:
                 break
             if (
