@@ -17,7 +17,7 @@ _MAIN = ("two terms", "adamw")
 
 def language_model() -> dict[str, str]:
     """The parts of the page by their names."""
-    logs = [Log.read(f"llm/{path.stem}") for path in sorted((LOGS / "llm").glob("*-?.jsonl"))]
+    logs = [Log.read(f"llm/{path.stem}") for path in sorted((LOGS / "llm").glob("[0-9]*.jsonl"))]
     shown = [log for log in logs if log.about["pulse"]]
     runs: dict[tuple[str, str, float], list[Log]] = defaultdict(list)
     for log in shown:
@@ -52,6 +52,10 @@ def _apart() -> str:
     return "\n\n".join([words, "\n".join(found), captions])
 
 
+def _rate(lr: float) -> str:
+    return f"{lr:g}".replace("e-0", "e-")
+
+
 def _steps(log: Log) -> list[dict[str, Any]]:
     return [row for row in log.rows if "reward" in row]
 
@@ -67,7 +71,7 @@ def _pictures(runs: dict[float, list[Log]]) -> None:
         found = [_held_out(log) for log in some]
         at = sorted(set.intersection(*(set(one) for one in found)))
         seeds = f"{len(some)} seeds" if len(some) > 1 else "1 seed"
-        curves[f"{lr:g}, {seeds}"] = [(step, mean(one[step] for one in found)) for step in at]
+        curves[f"{_rate(lr)}, {seeds}"] = [(step, mean(one[step] for one in found)) for step in at]
         styles.append((COLOURS[number], 2.5))
         if len(found) > 1:
             for sign in (-1, 1):
@@ -84,7 +88,10 @@ def _pictures(runs: dict[float, list[Log]]) -> None:
     density: dict[str, list[tuple[float, float]]] = {}
     styles = []
     for number, (lr, some) in enumerate(runs.items()):
-        for label, width, zeros in ((f"{lr:g}", 1.8, True), (f"{lr:g} without zeros", 0.8, False)):
+        for label, width, zeros in (
+            (_rate(lr), 1.8, True),
+            (f"{_rate(lr)} without zeros", 0.8, False),
+        ):
             density[label] = _by_step(some, lambda log, row, z=zeros: 100 * _share(log, row, z))
             styles.append((COLOURS[number], width))
     lines("llm-density", "Weights that a step changes, %", density, "step", styles=styles)
@@ -138,7 +145,7 @@ def _table(runs: dict[tuple[str, str, float], list[Log]]) -> str:
         each = sum(row["patch_bytes"] for _, row in rows) / sum(row["changed"] for _, row in rows)
         times = [median(row[key] for _, row in rows) for key in ("publish_s", "sync_s", "apply_s")]
         cells = [
-            f"{task}, {optimizer}, {lr:g}",
+            f"{task}, {optimizer}, {_rate(lr)}",
             f"{len(some)}, {min(len(_steps(log)) for log in some)}",
             f"{mean(first):.3f}",
             f"{mean(last):.3f}{error}",
@@ -168,5 +175,5 @@ def _kinds(runs: dict[float, list[Log]]) -> str:
             f"{100 * share:.2f}"
             for _, share in _by_step(some, lambda log, row: _share(log, row, True))[:_STEPS_SHOWN]
         ]
-        found.append(f"| {lr:g} | {' | '.join(cells)} | {' '.join(early)}% |")
+        found.append(f"| {_rate(lr)} | {' | '.join(cells)} | {' '.join(early)}% |")
     return "\n".join(found)
