@@ -31,7 +31,7 @@ def train() -> None:
             batch = torch.randn(32, 64, generator=data)
             optimizer.zero_grad()
             (model(batch) - batch).square().mean().backward()
-            # every SYNC_EVERY-th call runs a round: theta has then the same bits on all
+            # every SYNC_EVERY-th call runs a round: then all hold the same global weights
             optimizer.step()
 
 

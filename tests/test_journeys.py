@@ -11,7 +11,7 @@ import torch
 
 from pulse_rl import Publisher, PulseLoCo, Subscriber
 from pulse_rl.frameworks.torch import apply_
-from pulse_rl.loco import Exchange, StoreExchange
+from pulse_rl.loco import GroupExchange, StoreExchange
 from tests.integrations.engines.world import World, stage
 from tests.support.journeys import Journey, journey
 from tests.support.states import present
@@ -92,7 +92,7 @@ def trains_in_a_group(trainer: Trainer) -> set[str]:
     trainer.connect("journey")
     torch.manual_seed(0)
     with journey() as traced:
-        return trains(torch.nn.Linear(8, 8), traced, over=Exchange())
+        return trains(torch.nn.Linear(8, 8), traced, exchange=GroupExchange())
 
 
 def test_a_round_in_a_group() -> None:
@@ -103,8 +103,8 @@ def test_a_round_in_a_group() -> None:
 def trains_over_a_store(trainer: Trainer, folder: str) -> set[str]:
     torch.manual_seed(0)
     with journey() as traced:
-        over = StoreExchange(folder, trainer=f"t{trainer.rank}", quorum=2)
-        return trains(torch.nn.Linear(8, 8), traced, over=over)
+        over = StoreExchange(folder, trainer=f"t{trainer.rank}", min_trainers=2)
+        return trains(torch.nn.Linear(8, 8), traced, exchange=over)
 
 
 def test_a_round_over_a_store(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""What it costs that a trainer is late, slow or away, or that rounds are exchanged behind the inner
-steps: over a store, trainers as threads of one process.
+"""What it costs that a trainer is late, slow or away: over a store, trainers as threads of one
+process.
 
     python -m benchmarks.loco.absent [--seeds 0 1 2] [--rounds 32] [--json FILE]
 
 The last of four trainers is late in every third round: that closes without it, and what it has
-learnt is in the next one. Or it is three times slower than the others, and in every third round. Or
-it is killed after round 10 in the middle of its steps, and comes back from its checkpoint five
-rounds later. The reward is that of theta on held-out problems, over the last five rounds.
+trained is in the next one. Or it is three times slower than the others, and in every third round.
+Or it is killed after round 10 in the middle of its steps, and comes back from its checkpoint five
+rounds later. The reward is that of the global weights on held-out problems, over the last five
+rounds.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from pulse_rl.loco.store_rounds import StoreRounds
 
 IN_TIME, LATE, SLOW = "in time", "late in every third round", "three times slower"
 AWAY = "killed, away for five rounds"
-OVERLAP = "in time, with overlap"
-HOW = (IN_TIME, LATE, SLOW, AWAY, OVERLAP)
+HOW = (IN_TIME, LATE, SLOW, AWAY)
 KILLED, BACK = 10, 15
 
 
@@ -56,7 +56,7 @@ def run(how: str, seed: int, rounds: int) -> float:
         job, last = tasks.TASKS[tasks.ARITHMETIC](seed, rank), rank == TRAINERS - 1
         optimizer = torch.optim.AdamW(job.masters.values(), lr=LR, weight_decay=0.0)
         exchange = StoreExchange(
-            store, trainer=f"trainer-{rank}", quorum=TRAINERS, grace_seconds=0.0
+            store, trainer=f"trainer-{rank}", min_trainers=TRAINERS, grace_seconds=0.0
         )
         loop = PulseLoCo(
             job.masters,
@@ -64,8 +64,7 @@ def run(how: str, seed: int, rounds: int) -> float:
             sync_every=SYNC_EVERY,
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
-            over=exchange,
-            overlap=int(how == OVERLAP),
+            exchange=exchange,
         )
         loop.threads = 1
         step, was_killed = 0, False
@@ -93,23 +92,17 @@ def run(how: str, seed: int, rounds: int) -> float:
                         continue
                 if loop.inner_step == SYNC_EVERY - 1:
                     if last:
-                        # Where its last message is on the way these steps are for the round after
-                        # that one.
-                        due = number + (
-                            how in (LATE, SLOW)
-                            and loop.reduction.residual.pending_message is not None
-                        )
-                        if is_out(how, due):
-                            back = next(n for n in count(due) if not is_out(how, n))
+                        if is_out(how, number):
+                            back = next(n for n in count(number) if not is_out(how, n))
                             wait_until_closed(min(back, rounds) - 1)
                     else:
                         loop.meeting.exchange = replace(
-                            exchange, quorum=TRAINERS - is_out(how, number)
+                            exchange, min_trainers=TRAINERS - is_out(how, number)
                         )
                 take_step(job, optimizer, step, LR)
                 step += 1
                 if loop.inner_step == 0 and loop.round > rounds - LAST:
-                    rewards.append(tasks.evaluate_theta(loop, job)[0])
+                    rewards.append(tasks.evaluate_global(loop, job)[0])
 
     in_threads(train, TRAINERS)
     return fmean(rewards)

@@ -13,17 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pulse_rl._native import add_entries
 from pulse_rl.errors import CorruptMessage, NonFinite
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.exchange import Exchange, Phase
+from pulse_rl.loco.exchange import GroupExchange, Phase
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import GroupRounds, PendingRound, Reduction
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.outer import OuterState, Residual, Trainer
+from pulse_rl.loco.messages import Entries
+from pulse_rl.loco.outer import MessageOutcome, OuterState, Residual, Trainer
 from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
-from pulse_rl.loco.wire import Entries
 
 CHUNK = 4096
 _PLACE_BITS, _LEVELS, _NONCE, _SIGMAS = 12, 4, 8, 6.0
@@ -60,7 +59,7 @@ class CastDifferenceGate(Gate):
 
 def gated(gate: Gate, model: Any, optimizer: Any, **settings: Any) -> PulseLoCo:
     """A PulseLoCo with another gate; without a lookahead, unless one is given."""
-    loop = PulseLoCo(model, optimizer, **{"lookahead": 0.0, **settings})
+    loop = PulseLoCo(model, optimizer, **{"lookahead": 0.0, "compression": "fp32", **settings})
     loop.reduction.gate = gate  # type: ignore[attr-defined]
     return loop
 
@@ -85,7 +84,7 @@ class SparseReduction:
     def forget(self) -> None:
         """Nothing is known of past rounds."""
 
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+    def run(self, group: TrainerGroup, number: int, phase: Phase, *, closing: bool) -> PendingRound:
         state, blocks = self._state, self._state.parameters.blocks
         with phase("gate"):
             try:
@@ -100,13 +99,14 @@ class SparseReduction:
             entries = [list(self._decode(m[_NONCE:])) for m in messages]
 
         def apply(_: np.float32) -> int:
-            total = np.zeros_like(state.theta)
+            total = np.zeros_like(state.weights)
             for block in blocks:
                 for of_trainer in entries:
-                    add_entries(block.of(total), *of_trainer[block.number])
+                    places, values = of_trainer[block.number]
+                    block.of(total)[places] += values
             state.dense_step(total, group.size)
-            self.residual.take_next()
-            state.parameters.write(state.theta)
+            self.residual.settle(MessageOutcome.COUNTED)
+            state.parameters.write(state.weights)
             return int(np.count_nonzero(total))
 
         return PendingRound(sum(map(self._count, blocks)), len(message), apply, [])
@@ -115,7 +115,7 @@ class SparseReduction:
         """The block's part of the message; fills its next residual."""
         parameters, s = self._state.parameters, block.of(self.residual.next)
         parameters.read_block(block, s)
-        start = parameters.as_written(block, block.of(self._state.theta))
+        start = parameters.as_written(block, block.of(self._state.weights))
         s[:] = self.decay * block.of(self.residual.flat) + (start - s)
         if not is_finite(s).all():
             raise NonFinite("the pseudo-gradient is not finite")
@@ -170,10 +170,14 @@ def sparse_loco(
 
 
 def _loop(
-    state: OuterState, reduction: Reduction, *, over: Exchange | None = None, **settings: Any
+    state: OuterState,
+    reduction: Reduction,
+    *,
+    exchange: GroupExchange | None = None,
+    **settings: Any,
 ) -> OuterLoop:
     trainer = Trainer(state, reduction.residual)
-    meeting = GroupRounds(over or Exchange(), reduction, trainer)
+    meeting = GroupRounds(exchange or GroupExchange(), reduction, trainer)
     return OuterLoop(trainer, reduction, meeting, **{"on_round": None, **settings})
 
 
@@ -194,15 +198,15 @@ class QuantizedReduction:
     def forget(self) -> None:
         """Nothing is known of past rounds."""
 
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+    def run(self, group: TrainerGroup, number: int, phase: Phase, *, closing: bool) -> PendingRound:
         state, parameters = self._state, self._state.parameters
-        own = np.empty_like(state.theta)
+        own = np.empty_like(state.weights)
         with phase("gate"):
             for block in parameters.blocks:
                 now = np.empty_like(block.of(own))
                 parameters.read_block(block, now)
                 np.subtract(
-                    parameters.as_written(block, block.of(state.theta)), now, out=block.of(own)
+                    parameters.as_written(block, block.of(state.weights)), now, out=block.of(own)
                 )
             cuts = [
                 CHUNK * (parameters.count // CHUNK * rank // group.size)
@@ -229,7 +233,7 @@ class QuantizedReduction:
 
         def apply(_: np.float32) -> int:
             state.dense_step(summed, group.size)
-            parameters.write(state.theta)
+            parameters.write(state.weights)
             return parameters.count
 
         return PendingRound(parameters.count, sum(map(len, messages)), apply, [])

@@ -35,10 +35,10 @@ from benchmarks.loco.jobs import (
 from benchmarks.loco.methods import (
     DDP,
     DILOCO,
-    INT2,
+    E8M0,
+    E8M2,
     METHODS,
     PULSE,
-    SWEPT,
     make_loop,
 )
 from benchmarks.loco.threads import Masters, train
@@ -91,18 +91,18 @@ SPARSE = "SparseLoCo 3%"
 GROUPS: dict[str, Group] = {
     "methods": Group([Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS]),
     "H": Group(
-        [Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2, SWEPT)],
+        [Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, E8M2, E8M0)],
         rounds=75,
     ),
     "trainers": Group(
-        [Variant(m, trainers=n) for n in (8, 16) for m in (DILOCO, SPARSE, PULSE, INT2)]
+        [Variant(m, trainers=n) for n in (8, 16) for m in (DILOCO, SPARSE, PULSE, E8M2)]
     ),
-    "data": Group([Variant(m, task=tasks.APART) for m in (DILOCO, PULSE, INT2)]),
+    "data": Group([Variant(m, task=tasks.APART) for m in (DILOCO, PULSE, E8M2)]),
     "heldout": Group(
         [
             Variant(m, task=tasks.PRETRAINED_SPLIT, lr=lr)
             for lr in PRETRAINED_RATES
-            for m in (DILOCO, PULSE, "PULSELoCo int4", INT2, SWEPT, SPARSE)
+            for m in (DILOCO, PULSE, E8M2, E8M0, SPARSE)
         ],
         rounds=16,
     ),

@@ -30,7 +30,7 @@ from benchmarks.loco.jobs import (
     Job,
     RoundRecord,
 )
-from benchmarks.loco.methods import DDP, DENSE, DILOCO, INT2, SWEPT, WIRES
+from benchmarks.loco.methods import COMPRESSED, DDP, DENSE, DILOCO, E8M2
 from benchmarks.loco.processes import (
     ENDPOINT,
     Link,
@@ -41,8 +41,8 @@ from benchmarks.loco.processes import (
 
 CARRIED = (Link(10e6, 0.08), Link(100e6, 0.04))
 SWITCHED = Link(1e9, None)
-OVER_STORE = f"{INT2}, over a store"
-METHODS = (*DENSE, "SparseLoCo 1%", "SparseLoCo 3%", *WIRES, SWEPT, OVER_STORE)
+OVER_STORE = f"{E8M2}, over a store"
+METHODS = (*DENSE, "SparseLoCo 1%", "SparseLoCo 3%", *COMPRESSED, OVER_STORE)
 _ROUNDS = 3
 _LONG = 30.0
 
@@ -109,7 +109,7 @@ def jobs(quick: bool, store: str | None) -> list[tuple[str, Job]]:
                 continue
             fill = 1 if dense or quick else STEADY_FROM - 1
             where = {"store": store, "name": f"run-{len(found)}"} if method == OVER_STORE else {}
-            found.append((method, Job(INT2 if where else method, lr, fill, **where)))
+            found.append((method, Job(E8M2 if where else method, lr, fill, **where)))
     return found
 
 

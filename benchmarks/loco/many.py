@@ -1,15 +1,12 @@
 """Rounds over a store among many trainers: what each of them sends, fetches and asks for, and what
 a round costs.
 
-    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 4194304] [--share 65536]
-    [--rounds 6]
+    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 4194304] [--rounds 6]
 
 Trainers are threads of one process, each with a counted line to one store in memory; their inner
 steps are random, of a size that opens about two in a hundred gates, so that bytes and requests are
-a run's, and nothing is learnt. Shares may be shorter here than the library's million parameters, so
-that there are as many as trainers; what each costs whatever it holds counts for more then. The
-second table is arithmetic: real sizes of models by bytes a parameter as measured on pretrained
-weights."""
+a run's. The second table is arithmetic: real sizes of models by bytes a parameter as measured on
+pretrained weights."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ from benchmarks.counted import CountedStore
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from benchmarks.loco.threads import in_threads
 from pulse_rl import MemoryStore
-from pulse_rl.loco import PulseLoCo, StoreExchange, round_posts
-from pulse_rl.loco.gate import GATE_SUMS_FROM
-from pulse_rl.loco.store_format import head_bytes
-from pulse_rl.loco.wire import WireName
+from pulse_rl.loco import PulseLoCo, StoreExchange
+from pulse_rl.loco.messages import CompressionName
 
 #: Of random inner steps, beside parameters of standard deviation 0.02.
 STEP = 4e-7
@@ -46,7 +41,7 @@ class Simulated:
 
     trainers: int
     parameters: int
-    wire: WireName
+    compression: CompressionName
     message: float
     up: float
     down: float
@@ -60,7 +55,7 @@ class Simulated:
         )
         per = (self.message, self.up, self.down)
         return (
-            f"{self.trainers:>8} {self.wire:>5} "
+            f"{self.trainers:>8} {self.compression:>5} "
             + " ".join(f"{each / self.parameters:>8.4f}" for each in per)
             + f" {sum(self.requests.values()):>9.1f} {self.most:>6.0f} "
             f"{1e9 * self.seconds / self.parameters / self.trainers:>7.1f}   {kinds}"
@@ -70,11 +65,13 @@ class Simulated:
 HEADING = (
     "Bytes a parameter and round of one trainer; nanoseconds of a core for each parameter and "
     "message\n"
-    "trainers  wire  message       up     down  requests   most      ns   of them"
+    "trainers  form  message       up     down  requests   most      ns   of them"
 )
 
 
-def simulate(trainers: int, parameters: int, rounds: int, wire: WireName) -> Simulated:
+def simulate(
+    trainers: int, parameters: int, rounds: int, compression: CompressionName
+) -> Simulated:
     """So many rounds over one store."""
     store = MemoryStore()
     lines = [CountedStore(store) for _ in range(trainers)]
@@ -86,9 +83,16 @@ def simulate(trainers: int, parameters: int, rounds: int, wire: WireName) -> Sim
         noise = torch.Generator().manual_seed(1 + rank)
         weights = Parameter(start.clone())
         optimizer = torch.optim.SGD([weights], lr=1.0)
-        over = StoreExchange(lines[rank], trainer=f"trainer-{rank:03}", quorum=trainers, wire=wire)
+        over = StoreExchange(lines[rank], trainer=f"trainer-{rank:03}", min_trainers=trainers)
         settings = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
-        loop = PulseLoCo({"w": weights}, optimizer, sync_every=1, over=over, **settings)
+        loop = PulseLoCo(
+            {"w": weights},
+            optimizer,
+            sync_every=1,
+            exchange=over,
+            compression=compression,
+            **settings,
+        )
         loop.threads = 1
         with loop:
             for number in range(rounds):
@@ -111,7 +115,7 @@ def simulate(trainers: int, parameters: int, rounds: int, wire: WireName) -> Sim
     return Simulated(
         trainers=trainers,
         parameters=parameters,
-        wire=wire,
+        compression=compression,
         message=fmean(messages),
         up=fmean(sent) / counted,
         down=fmean(delta["bytes"] for delta in deltas) / counted,
@@ -136,61 +140,44 @@ class Prices:
 PRICES = (Prices("S3, over the internet", 5.0, 0.4, 0.09), Prices("R2", 4.5, 0.36, 0.0))
 
 #: Of a message, a parameter, at lr 1e-6 and H = 8: docs/loco-guide.md, "Bits of a value".
-BYTES = {"FP32": 0.0504, "int2": 0.0151}
-#: Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many
-#: trainers".
-SUMS = 1.1
+BYTES = {"fp32": 0.0504, "e8m2": 0.0205}
 #: Of a trainer that waits for a minute, two requests each, half of them that write or list.
 LOOKS = 30
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A round of one trainer among so many: bytes ``up`` and ``down``, ``seconds`` on links of 100
-    and 1,000 Mbit/s by the busier direction, and ``cents`` by the name of the store; a group has
-    none."""
+    """A round of one trainer among so many over a store: bytes ``up`` and ``down``, ``seconds`` on
+    links of 100 and 1,000 Mbit/s by the busier direction, and ``cents`` by the name of the
+    store."""
 
     parameters: float
     trainers: int
-    where: str
-    wire: str
+    compression: str
     up: float
     down: float
     seconds: dict[int, float]
     cents: dict[str, float]
 
 
-def cost(parameters: float, trainers: int, where: str, wire: str) -> Cost:
-    """Over a store, by docs/loco.md, section 7: one message up, over many rounds as much again for
-    snapshots; all others' messages down, or, by 7.3, their heads, parts of them, and the sums of
-    all shares. In a group with gated sums, by section 4.3: parts of messages and the sums of a
-    share."""
-    message, cents = BYTES[wire] * parameters, dict[str, float]()
-    if where == "store":
-        up, down = 2 * message, (trainers - 1) * message
-        writes, reads = 2 + LOOKS + message / 2**24, trainers + LOOKS
-        if trainers >= GATE_SUMS_FROM:
-            shares = min(trainers, int(parameters) // round_posts.MIN_SHARE)
-            up += SUMS * message / trainers
-            down = (1 - 1 / trainers) * (1 + SUMS) * message + trainers * head_bytes(shares)
-            writes, reads = writes + 2, 2 * trainers + shares + LOOKS
-        for price in PRICES:
-            dollars = (
-                price.writes * writes + price.reads * reads
-            ) / 1e6 + price.leaving * down / 1e9
-            cents[price.name] = 100 * dollars
-    else:
-        up = down = (1 - 1 / trainers) * (1 + SUMS) * message
+def cost(parameters: float, trainers: int, compression: str) -> Cost:
+    """By docs/loco.md, section 7: one message up, over many rounds as much again for snapshots; all
+    others' messages down."""
+    message, cents = BYTES[compression] * parameters, dict[str, float]()
+    up, down = 2 * message, (trainers - 1) * message
+    writes, reads = 2 + LOOKS + message / 2**24, trainers + LOOKS
+    for price in PRICES:
+        dollars = (price.writes * writes + price.reads * reads) / 1e6 + price.leaving * down / 1e9
+        cents[price.name] = 100 * dollars
     seconds = {megabits: 8 * max(up, down) / (megabits * 1e6) for megabits in (100, 1000)}
-    return Cost(parameters, trainers, where, wire, up, down, seconds, cents)
+    return Cost(parameters, trainers, compression, up, down, seconds, cents)
 
 
 def arithmetic() -> Iterator[Cost]:
     for parameters in (7e9, 70e9):
-        for wire in BYTES:
-            for where in ("store", "group"):
-                for trainers in (4, 16, 64, 1000) if where == "store" else (16, 64, 1000):
-                    yield cost(parameters, trainers, where, wire)
+        for form in BYTES:
+            for trainers in (4, 16, 64):
+                yield cost(parameters, trainers, form)
 
 
 def main() -> None:
@@ -199,20 +186,16 @@ def main() -> None:
     )
     parser.add_argument("--trainers", nargs="+", type=int, default=[4, 16, 64])
     parser.add_argument("--parameters", type=int, default=1 << 22)
-    parser.add_argument(
-        "--share", type=int, default=1 << 16, help="parameters of a share, at least"
-    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all numbers to this file"
     )
     arguments = parser.parse_args()
-    round_posts.MIN_SHARE = arguments.share
     print(HEADING, flush=True)
     simulated = []
-    for wire in ("FP32", "int2"):
+    for form in ("fp32", "e8m2"):
         for trainers in arguments.trainers:
-            simulated.append(simulate(trainers, arguments.parameters, arguments.rounds, wire))
+            simulated.append(simulate(trainers, arguments.parameters, arguments.rounds, form))
             print(simulated[-1], flush=True)
     found = list(arithmetic())
     names = [price.name for price in PRICES]
@@ -223,7 +206,7 @@ def main() -> None:
     for c in found:
         numbers = [c.up / 1e9, c.down / 1e9, *c.seconds.values(), *c.cents.values()]
         columns = " ".join(f"{number:>10.3f}" for number in numbers)
-        print(f"{c.parameters / 1e9:>4.0f}B {c.where} {c.wire:>5} {c.trainers:>5} {columns}")
+        print(f"{c.parameters / 1e9:>4.0f}B {c.compression:>5} {c.trainers:>5} {columns}")
     if arguments.json:
         facts = {
             "simulated": [asdict(s) for s in simulated],

@@ -19,27 +19,26 @@ from benchmarks.loco.baselines import (
     sparse_loco,
 )
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco import DiLoCo, GroupExchange, PulseLoCo
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.wire import WireName
+from pulse_rl.loco.messages import CompressionName
 
 Parameters = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Method:
-    """What makes a loop, and its settings, the exchange's among them. ``outer``: it takes the
-    common outer ones."""
+    """What makes a loop, and its settings. ``outer``: it takes the common outer ones."""
 
     make: Callable[..., Ddp | OuterLoop]
     settings: Mapping[str, Any] = field(default_factory=dict)
     outer: bool = True
 
 
-DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo FP32"
+DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo fp32"
 DILOCO_INT8, DILOCO_FP4 = "DiLoCo int8", "DiLoCo FP4"
-WIRES = {f"PULSELoCo {name}": name for name in get_args(WireName)}
-INT2, SWEPT = "PULSELoCo int2", "PULSELoCo int2, sweep 4"
+COMPRESSED = {f"PULSELoCo {name}": name for name in get_args(CompressionName)}
+E8M2, E8M0 = "PULSELoCo e8m2", "PULSELoCo e8m0"
 PAPER, NO_FEEDBACK, CAST_DIFFERENCE = "no lookahead", "no error feedback", "cast difference"
 SPARSELOCO = {f"SparseLoCo {percent}%": percent / 100 for percent in (1, 3, 10)}
 DENSE = (DDP, DILOCO, DILOCO_INT8, DILOCO_FP4)
@@ -53,13 +52,11 @@ METHODS = {
         name: Method(partial(sparse_loco, fraction=share), outer=False)
         for name, share in SPARSELOCO.items()
     },
-    **{name: Method(PulseLoCo, {"wire": wire}) for name, wire in WIRES.items()},
-    SWEPT: Method(PulseLoCo, {"wire": "int2", "sweep": 4}),
-    PAPER: Method(PulseLoCo, {"lookahead": 0.0}),
+    **{name: Method(PulseLoCo, {"compression": form}) for name, form in COMPRESSED.items()},
+    PAPER: Method(PulseLoCo, {"lookahead": 0.0, "compression": "fp32"}),
     NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16))),
     CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16))),
 }
-_OF_EXCHANGE = ("wire", "sweep")
 _TIMEOUT_SECONDS = 900.0
 
 
@@ -78,9 +75,8 @@ def make_loop(
         return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
     outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} if method.outer else {}
     settings = {**outer, **method.settings, **changed}
-    exchange = {key: settings.pop(key) for key in _OF_EXCHANGE if key in settings}
-    over = Exchange(timeout_seconds=_TIMEOUT_SECONDS, **exchange)
-    loop = method.make(parameters, optimizer, sync_every=sync_every, over=over, **settings)
+    exchange = GroupExchange(timeout_seconds=_TIMEOUT_SECONDS)
+    loop = method.make(parameters, optimizer, sync_every=sync_every, exchange=exchange, **settings)
     assert isinstance(loop, OuterLoop)
     loop.threads = 1
     return loop

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.loco.many import STEP
-from pulse_rl.loco import Exchange, PulseLoCo, StoreExchange
+from pulse_rl.loco import GroupExchange, PulseLoCo, StoreExchange
 
 #: The first rounds fill residuals, and do not count.
 FIRST, ROUNDS = 3, 8
@@ -33,24 +33,24 @@ GLOO, FOLDER = "gloo", "folder"
 
 
 def work(
-    rank: int, where: str, trainers: int, parameters: int, wire: Any, place: str, spent: Any
+    rank: int, where: str, trainers: int, parameters: int, compression: Any, place: str, spent: Any
 ) -> None:
     """One trainer's rounds; puts its seconds of a round."""
     torch.set_num_threads(1)
-    kind: dict[str, Any] = {
-        "over": StoreExchange(place, trainer=f"trainer-{rank}", quorum=trainers, wire=wire)
-    }
+    exchange: Any = StoreExchange(place, trainer=f"trainer-{rank}", min_trainers=trainers)
     if where == GLOO:
         dist.init_process_group(
             "gloo", init_method=f"tcp://{place}", rank=rank, world_size=trainers
         )
-        kind = {"group": Exchange(wire=wire)}
+        exchange = GroupExchange()
     weights = torch.nn.Parameter(
         0.02 * torch.randn(parameters, generator=torch.Generator().manual_seed(0))
     )
     noise = torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD([weights], lr=1.0)
-    loop = PulseLoCo({"w": weights}, optimizer, sync_every=1, **kind)
+    loop = PulseLoCo(
+        {"w": weights}, optimizer, sync_every=1, exchange=exchange, compression=compression
+    )
     loop.threads = 1
     seconds = []
     with loop:
@@ -64,14 +64,14 @@ def work(
         dist.destroy_process_group()
 
 
-def measure(where: str, trainers: int, parameters: int, wire: str) -> float:
+def measure(where: str, trainers: int, parameters: int, compression: str) -> float:
     """Seconds of a round and trainer."""
     spent = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}" if where == GLOO else folder
         free.close()
-        mp.spawn(work, (where, trainers, parameters, wire, place, spent), nprocs=trainers)
+        mp.spawn(work, (where, trainers, parameters, compression, place, spent), nprocs=trainers)
     return fmean(spent.get() for _ in range(trainers))
 
 
@@ -88,16 +88,18 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     found = []
-    print("processor seconds of a round and trainer\ntrainers  wire    gloo  folder  folder / gloo")
+    print("processor seconds of a round and trainer\ntrainers  form    gloo  folder  folder / gloo")
     for trainers in arguments.trainers:
-        for wire in ("FP32", "int2"):
+        for form in ("fp32", "e8m2"):
             for _ in range(arguments.repeat):
                 gloo, folder = (
-                    measure(where, trainers, arguments.parameters, wire) for where in (GLOO, FOLDER)
+                    measure(where, trainers, arguments.parameters, form) for where in (GLOO, FOLDER)
                 )
-                found.append({"trainers": trainers, "wire": wire, GLOO: gloo, FOLDER: folder})
+                found.append(
+                    {"trainers": trainers, "compression": form, GLOO: gloo, FOLDER: folder}
+                )
                 print(
-                    f"{trainers:>8} {wire:>5} {gloo:>7.3f} {folder:>7.3f} {folder / gloo:>14.2f}",
+                    f"{trainers:>8} {form:>5} {gloo:>7.3f} {folder:>7.3f} {folder / gloo:>14.2f}",
                     flush=True,
                 )
     if arguments.json:

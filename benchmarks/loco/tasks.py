@@ -203,7 +203,7 @@ TASKS: dict[str, Callable[[int, int], Task]] = {
 }
 
 
-def evaluate_theta(loop: object, task: Task) -> tuple[float, float]:
+def evaluate_global(loop: object, task: Task) -> tuple[float, float]:
     """(reward, loss) of theta, which the masters may be away from between rounds."""
     with loop.global_weights() if isinstance(loop, PulseLoCo) else nullcontext():
         task.cast()

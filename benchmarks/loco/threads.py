@@ -106,7 +106,7 @@ def train(
     round. ``evaluate``: the first `TRAINERS` share what is held out."""
     from benchmarks.loco.tasks import (
         TASKS,
-        evaluate_theta,
+        evaluate_global,
     )  # transformers, which a test of threads does without
 
     found: list[Trained | None] = [None] * trainers
@@ -126,7 +126,7 @@ def train(
                     continue
                 done.end_round()
                 if evaluate and rank < TRAINERS:
-                    done.held_out.append(evaluate_theta(loop, job))
+                    done.held_out.append(evaluate_global(loop, job))
                     done.ahead.append(
                         job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1]
                     )

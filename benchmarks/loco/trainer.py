@@ -96,9 +96,8 @@ def _loop(
     over = StoreExchange(
         open_run(job.store, job.name),
         trainer=f"trainer-{dist.get_rank()}",
-        quorum=dist.get_world_size(),
+        min_trainers=dist.get_world_size(),
         grace_seconds=0.0,
-        wire=METHODS[job.method].settings["wire"],
     )
     loop = PulseLoCo(
         weights,
@@ -106,7 +105,8 @@ def _loop(
         sync_every=1,
         outer_lr=OUTER_LR,
         outer_momentum=OUTER_MOMENTUM,
-        over=over,
+        exchange=over,
+        **METHODS[job.method].settings,
     )
     loop.threads = 1
     return loop

@@ -73,11 +73,11 @@ def train(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, slower
     over = StoreExchange(
         settings.store,
         trainer=name,
-        quorum=2,
+        min_trainers=2,
         grace_seconds=0.5,
-        deadline_seconds=settings.patience,
+        timeout_seconds=settings.patience,
     )
-    loop = PulseLoCo(model, optimizer, sync_every=8, over=over)
+    loop = PulseLoCo(model, optimizer, sync_every=8, exchange=over)
     checkpoint = folder.checkpoint(name)
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import pulse_rl
 from pulse_rl.events import Published
-from pulse_rl.loco import Exchange, PulseLoCo, Round
+from pulse_rl.loco import GroupExchange, PulseLoCo, Round
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy
@@ -63,7 +63,7 @@ class Trainer:
             self.optimizer,
             sync_every=settings.sync_every,
             on_round=self._end_round,
-            over=Exchange(timeout_seconds=settings.patience),
+            exchange=GroupExchange(timeout_seconds=settings.patience),
         )
         if saved is not None:
             self.loco.load_state_dict(saved["loco"])

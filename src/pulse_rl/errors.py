@@ -32,7 +32,7 @@
     ├── EngineError             a live engine refused a call, or is not what it should be
     │   └── EngineUnavailable   the engine does not answer
     ├── TrainerLost             a trainer died, stalled or left; the round had no effect
-    ├── Diverged                the trainers do not hold the same theta
+    ├── Diverged                the trainers hold other global weights
     └── NonFinite               a pseudo-gradient with NaN or Inf
 
 Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to

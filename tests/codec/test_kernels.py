@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pulse_rl._native import (
-    add_entries,
     decode_block,
     encode_block,
     gate,
@@ -224,8 +223,6 @@ def test_an_array_is_never_converted() -> None:
         lambda: round_values(
             np.zeros(8, np.uint32), (3, 121, 0x43E00000, 0x43E00000), 0x7F, 1, raw[::2]
         ),
-        lambda: add_entries(floats[::2], one, np.float32([9])),
-        lambda: add_entries(np.zeros(8), one, np.float32([9])),
         lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
         lambda: gate(four, four, four, 0.0, False, floats[::2], rounding, 0),
         lambda: gate(four, four, four, 0.0, False, np.zeros(4), rounding, 0),

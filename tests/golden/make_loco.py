@@ -15,9 +15,9 @@ import torch
 
 from pulse_rl._native import encode_entries
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
-from pulse_rl.loco.wire import Message, Wire, WireName
+from pulse_rl.loco.messages import Compression, CompressionName, Message
 
-WIRES = [Wire(name) for name in get_args(WireName)]
+COMPRESSIONS = [Compression(name) for name in get_args(CompressionName)]
 BLOCKS = [(0, 600), (600, 640), (640, 1000)]
 
 
@@ -44,7 +44,10 @@ def block() -> dict[str, np.ndarray]:
         )
         assert found is not None
         made[f"{name}.positions"] = found
-        made |= {f"{name}.{wire.name}": wire.round(s[here][found]) for wire in WIRES}
+        made |= {
+            f"{name}.{compression.name}": compression.round(s[here][found])
+            for compression in COMPRESSIONS
+        }
     return made
 
 
@@ -53,7 +56,7 @@ def main() -> None:
     folder.mkdir()
     made = block()
     np.savez_compressed(folder / "block.npz", **made)  # type: ignore[arg-type]
-    for wire in WIRES:
+    for compression in COMPRESSIONS:
         payloads = []
         for key, (start, stop) in zip("abc", BLOCKS, strict=True):
             shared = (
@@ -61,10 +64,10 @@ def main() -> None:
                 made["momentum"][start:stop],
                 ROUNDINGS[torch.bfloat16],
             )
-            entries = (made[f"{key}.positions"], made[f"{key}.{wire.name}"])
-            payloads.append(encode_entries(*shared, *entries, wire.mantissa))
-        (folder / f"{wire.name}.message").write_bytes(
-            Message(41, wire.mantissa, payloads).to_bytes()
+            entries = (made[f"{key}.positions"], made[f"{key}.{compression.name}"])
+            payloads.append(encode_entries(*shared, *entries, compression.mantissa))
+        (folder / f"{compression.name}.message").write_bytes(
+            Message(41, compression.mantissa, payloads).to_bytes()
         )
 
 

@@ -22,10 +22,10 @@ from pulse_rl._native import (
 from pulse_rl._native._kernels import use_vectors
 from pulse_rl.errors import InputError
 from pulse_rl.loco.gate import ROUNDINGS
+from pulse_rl.loco.messages import Compression, Entries, KnownClasses, Message
 from pulse_rl.loco.parameters import Floats
-from pulse_rl.loco.wire import Entries, KnownClasses, Message, Wire
 from tests.support import entries_oracle as oracle
-from tests.support.entry_blocks import BF16, WIRES, Block, every_wire, patterns
+from tests.support.entry_blocks import BF16, COMPRESSIONS, Block, every_compression, patterns
 from tests.support.loco_reference import rounded, same
 from tests.support.table_oracle import varint
 
@@ -41,65 +41,82 @@ def vectors_as_they_were() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@every_wire
+@every_compression
 @pytest.mark.parametrize("dtype", list(ROUNDINGS), ids=str)
 @pytest.mark.parametrize("elements", SIZES)
 def test_the_oracle_reads_and_writes_the_same_bytes(
-    elements: int, dtype: torch.dtype, wire: Wire
+    elements: int, dtype: torch.dtype, compression: Compression
 ) -> None:
     rng = np.random.default_rng([elements, list(ROUNDINGS).index(dtype)])
     for _ in range(2 if elements < 4095 else 1):
         block = Block(rng, ROUNDINGS[dtype], elements)
-        check_against_the_oracle(rng, block, wire)
+        check_against_the_oracle(rng, block, compression)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", [Wire("FP32"), Wire("int4")], ids=lambda wire: wire.name)
+@pytest.mark.parametrize(
+    "compression",
+    [Compression("fp32"), Compression("e8m2")],
+    ids=lambda compression: compression.name,
+)
 @pytest.mark.parametrize("elements", LARGE)
-def test_blocks_around_a_tile_are_read_and_written_alike(elements: int, wire: Wire) -> None:
+def test_blocks_around_a_tile_are_read_and_written_alike(
+    elements: int, compression: Compression
+) -> None:
     rng = np.random.default_rng(elements)
     for share in (None, 1) if elements == 13000 else (0.002, 0.2):
-        check_against_the_oracle(rng, Block(rng, BF16, elements, share), wire)
+        check_against_the_oracle(rng, Block(rng, BF16, elements, share), compression)
 
 
-def check_against_the_oracle(rng: np.random.Generator, block: Block, wire: Wire) -> None:
+def check_against_the_oracle(
+    rng: np.random.Generator, block: Block, compression: Compression
+) -> None:
     """Each reads what the other wrote; with the encoder's choices both write the same."""
-    entries, payload = block.entries(wire), block.encode(wire)
-    found, chosen = oracle.decode(payload, *block.known, wire.mantissa)
+    entries, payload = block.entries(compression), block.encode(compression)
+    found, chosen = oracle.decode(payload, *block.known, compression.mantissa)
     assert found == entries
-    assert block.decode(wire, payload, payload) == [entries, entries]
+    assert block.decode(compression, payload, payload) == [entries, entries]
     if chosen is None:
         assert payload == b"\0"
         return
-    assert oracle.encode(*block.known, entries, wire.mantissa, chosen) == payload
-    other = oracle.encode(*block.known, entries, wire.mantissa, block.choices(rng, wire))
-    assert block.decode(wire, other) == [entries]
+    assert oracle.encode(*block.known, entries, compression.mantissa, chosen) == payload
+    other = oracle.encode(
+        *block.known, entries, compression.mantissa, block.choices(rng, compression)
+    )
+    assert block.decode(compression, other) == [entries]
     # Others among them, and an empty one: each by its own classes.
-    assert block.decode(wire, payload, b"\0", other, payload) == [entries, {}, entries, entries]
+    assert block.decode(compression, payload, b"\0", other, payload) == [
+        entries,
+        {},
+        entries,
+        entries,
+    ]
 
 
-@every_wire
-def test_a_block_without_entries_and_one_without_parameters(wire: Wire) -> None:
+@every_compression
+def test_a_block_without_entries_and_one_without_parameters(compression: Compression) -> None:
     rng = np.random.default_rng(0)
     for elements in (0, 1, 64, 300):
         block = Block(rng, BF16, elements, 0)
-        assert block.encode(wire) == b"\0"
-        assert block.decode(wire, b"\0") == [{}]
+        assert block.encode(compression) == b"\0"
+        assert block.decode(compression, b"\0") == [{}]
     with pytest.raises(Malformed):
-        Block(rng, BF16, 0).decode(wire, b"\1")
+        Block(rng, BF16, 0).decode(compression, b"\1")
 
 
-@every_wire
-def test_unlikely_entries_are_written_by_any_level(wire: Wire) -> None:
+@every_compression
+def test_unlikely_entries_are_written_by_any_level(compression: Compression) -> None:
     """All are entries where the levels expect one in 4096, and few where they expect all but 16: a
     word or so each."""
     rng = np.random.default_rng(3)
     for share, level in ((1.0, 1), (0.01, 31)):
         block = Block(rng, BF16, 1000, share)
-        chosen = block.choices(rng, wire)
+        chosen = block.choices(rng, compression)
         chosen.classes = [level] * len(chosen.classes)
-        payload = oracle.encode(*block.known, block.entries(wire), wire.mantissa, chosen)
-        assert block.decode(wire, payload) == [block.entries(wire)]
+        payload = oracle.encode(
+            *block.known, block.entries(compression), compression.mantissa, chosen
+        )
+        assert block.decode(compression, payload) == [block.entries(compression)]
 
 
 @pytest.mark.parametrize("positions", [[3, 3], [4, 3], [0, 10]])
@@ -126,9 +143,9 @@ def test_a_value_of_any_size_comes_back() -> None:
             np.testing.assert_array_equal(back.view(np.uint32), values.view(np.uint32))
 
 
-@every_wire
+@every_compression
 def test_rounding_loses_nothing_that_the_residual_cannot_hold(
-    wire: Wire, rng: np.random.Generator
+    compression: Compression, rng: np.random.Generator
 ) -> None:
     """What is left is exact in FP32, as |s| is at most 2^64: denormals, ties, and a rounding into
     the next binade."""
@@ -138,37 +155,38 @@ def test_rounding_loses_nothing_that_the_residual_cannot_hold(
     )
     bits[:1000] &= 0x807FFFFF
     bits[1000:2000] |= 0xFFFF
-    tie = 1 << 23 - wire.mantissa >> 1
+    tie = 1 << 23 - compression.mantissa >> 1
     bits[2000:3000] = bits[2000:3000] & ~np.uint32(2 * tie - 1 if tie else 0) | tie
     s = bits.view(np.float32)
-    sent = wire.round(s)
-    assert same(torch.from_numpy(sent), rounded(torch.from_numpy(s), wire.name))
+    sent = compression.round(s)
+    assert same(torch.from_numpy(sent), rounded(torch.from_numpy(s), compression.name))
     left = s - sent
     np.testing.assert_array_equal(sent.astype(np.float64) + left, s.astype(np.float64))
     np.testing.assert_array_equal(
         (sent + left).view(np.uint32), np.where(s == 0, sent + left, s).view(np.uint32)
     )
     assert (
-        np.abs(left) <= np.abs(s) * 2.0 ** -(wire.mantissa + 1) + 2.0 ** -(127 + wire.mantissa)
+        np.abs(left)
+        <= np.abs(s) * 2.0 ** -(compression.mantissa + 1) + 2.0 ** -(127 + compression.mantissa)
     ).all()
 
 
 def test_a_value_that_is_too_large_is_refused() -> None:
     """As the gate would: a few of them make theta infinite."""
     theta, place = np.ones(3, np.float32), np.zeros(1, np.uint32)
-    for wire in WIRES:
+    for compression in COMPRESSIONS:
         for value in (2.0**64, -(2.0**64), 2.0**127, np.inf, np.nan):
             sent = np.float32([value])
-            payload = encode_entries(theta, theta, BF16, place, sent, wire.mantissa)
+            payload = encode_entries(theta, theta, BF16, place, sent, compression.mantissa)
             with pytest.raises(Malformed):
                 decode_entries(
-                    [np.frombuffer(payload, np.uint8)], theta, theta, BF16, wire.mantissa
+                    [np.frombuffer(payload, np.uint8)], theta, theta, BF16, compression.mantissa
                 )
 
 
 def test_other_wires_are_refused() -> None:
-    with pytest.raises(InputError, match="wire"):
-        Wire("int8")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="compression"):
+        Compression("int8")  # type: ignore[arg-type]
     for mantissa in (-1, 24):
         with pytest.raises(ValueError, match="explicit bits"):
             encode_entries(
@@ -176,13 +194,13 @@ def test_other_wires_are_refused() -> None:
             )
 
 
-@every_wire
-def test_golden_messages_decode(wire: Wire) -> None:
+@every_compression
+def test_golden_messages_decode(compression: Compression) -> None:
     """What a release has sent is decoded for ever. (How it chooses levels may change: encoding is
     not pinned.)"""
     block = np.load(GOLDEN / "block.npz")
-    message = Message.parse((GOLDEN / f"{wire.name}.message").read_bytes(), 3)
-    assert (message.round, message.wire) == (41, wire.mantissa)
+    message = Message.parse((GOLDEN / f"{compression.name}.message").read_bytes(), 3)
+    assert (message.round, message.mantissa) == (41, compression.mantissa)
     theta, momentum = block["theta"], block["momentum"]
     for payload, (start, stop), key in zip(
         message.payloads, block["blocks"].tolist(), "abc", strict=True
@@ -192,11 +210,11 @@ def test_golden_messages_decode(wire: Wire) -> None:
             theta[start:stop],
             momentum[start:stop],
             BF16,
-            wire.mantissa,
+            compression.mantissa,
         )
         np.testing.assert_array_equal(positions, block[f"{key}.positions"])
         np.testing.assert_array_equal(
-            values.view(np.uint32), block[f"{key}.{wire.name}"].view(np.uint32)
+            values.view(np.uint32), block[f"{key}.{compression.name}"].view(np.uint32)
         )
         entries = dict(zip(positions.tolist(), patterns(values), strict=True))
         known = (
@@ -204,7 +222,7 @@ def test_golden_messages_decode(wire: Wire) -> None:
             patterns(momentum[start:stop]),
             oracle.Rounding(*BF16),
         )
-        assert oracle.decode(bytes(payload), *known, wire.mantissa)[0] == entries
+        assert oracle.decode(bytes(payload), *known, compression.mantissa)[0] == entries
 
 
 # -- classes that are known from the round before
@@ -219,26 +237,36 @@ def classified(theta: Floats, momentum: Floats, octaves: tuple[int, int]) -> Kno
     return classes, octaves
 
 
-@every_wire
+@every_compression
 @pytest.mark.parametrize("size", [1, 64, 1000, 20_000])
-def test_known_classes_change_no_byte(size: int, wire: Wire, rng: np.random.Generator) -> None:
+def test_known_classes_change_no_byte(
+    size: int, compression: Compression, rng: np.random.Generator
+) -> None:
     """Of a payload whose octaves are theirs; one of other octaves is coded, and read, without
     them."""
     theta, momentum = (rng.normal(0, scale, size).astype(np.float32) for scale in (0.05, 2e-5))
     positions = np.union1d(np.flatnonzero(rng.random(size) < 0.2), [0]).astype(np.uint32)
-    entries: Entries = positions, wire.round(rng.normal(0, 1e-4, len(positions)).astype(np.float32))
-    payload = encode_entries(theta, momentum, BF16, *entries, wire.mantissa)
+    entries: Entries = (
+        positions,
+        compression.round(rng.normal(0, 1e-4, len(positions)).astype(np.float32)),
+    )
+    payload = encode_entries(theta, momentum, BF16, *entries, compression.mantissa)
     head = payload[next(i for i, byte in enumerate(payload) if byte < 128) + 1 :]
     own = head[0], head[1]
     known = classified(theta, momentum, own)
-    assert encode_entries(theta, momentum, BF16, *entries, wire.mantissa, known) == payload
+    assert encode_entries(theta, momentum, BF16, *entries, compression.mantissa, known) == payload
     for octaves in (own, shared_octaves(momentum), (own[0] + 4, own[1]), (0, 0)):
         known = classified(theta, momentum, octaves)
-        coded = encode_entries(theta, momentum, BF16, *entries, wire.mantissa, known)
+        coded = encode_entries(theta, momentum, BF16, *entries, compression.mantissa, known)
         for data in (payload, coded):
             for given in (None, known):
                 ((found, values),) = decode_entries(
-                    [np.frombuffer(data, np.uint8)], theta, momentum, BF16, wire.mantissa, given
+                    [np.frombuffer(data, np.uint8)],
+                    theta,
+                    momentum,
+                    BF16,
+                    compression.mantissa,
+                    given,
                 )
                 assert np.array_equal(found, positions)
                 assert np.array_equal(values.view(np.uint32), entries[1].view(np.uint32))
@@ -278,22 +306,24 @@ class Pieces:
         return varint(self.count) + bytes(self.head) + levels + numbers + self.words + self.bits
 
 
-def damaged_one(rng: np.random.Generator, elements: int, wire: Wire) -> tuple[Block, Pieces]:
+def damaged_one(
+    rng: np.random.Generator, elements: int, compression: Compression
+) -> tuple[Block, Pieces]:
     """A block with entries, words and plain bits, to be damaged."""
     for _ in range(99):
         block = Block(rng, BF16, elements)
         if 20 < len(block.positions) < elements:
-            payload = block.encode(wire)
+            payload = block.encode(compression)
             pieces = Pieces.of(payload)
             assert pieces.joined() == payload
-            if pieces.words and (pieces.bits or not wire.mantissa):
+            if pieces.words and (pieces.bits or not compression.mantissa):
                 return block, pieces
     raise AssertionError("no such block")
 
 
 @pytest.mark.slow
-@every_wire
-def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
+@every_compression
+def test_damage_is_refused_as_the_oracle_does(compression: Compression) -> None:
     """Flipped, cut, longer, random. (That a message is the one that was sent is the exchange's to
     check.)"""
     rng = np.random.default_rng(5)
@@ -301,7 +331,7 @@ def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
     for elements in (1, 64, 200, 333, 1000, 1000):
         for _ in range(3):
             block = Block(rng, BF16, elements)
-            payload = block.encode(wire)
+            payload = block.encode(compression)
             for kind in range(8):
                 bad = bytearray(payload)
                 if kind < 4:
@@ -315,15 +345,17 @@ def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
                 else:
                     bad = bytearray(rng.bytes(int(rng.integers(0, 200))))
                 tried += 1
-                refused += block.refuses(wire, bytes(bad))
+                refused += block.refuses(compression, bytes(bad))
     assert refused > tried / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wire", [wire for wire in WIRES if wire.mantissa], ids=lambda wire: wire.name
+    "compression",
+    [compression for compression in COMPRESSIONS if compression.mantissa],
+    ids=lambda compression: compression.name,
 )
-def test_what_decodes_though_it_is_damaged_is_in_range(wire: Wire) -> None:
+def test_what_decodes_though_it_is_damaged_is_in_range(compression: Compression) -> None:
     """Plain bits may be anything: values that no encoder would write, but finite ones, as the
     oracle reads them."""
     rng = np.random.default_rng(6)
@@ -331,32 +363,32 @@ def test_what_decodes_though_it_is_damaged_is_in_range(wire: Wire) -> None:
     for rounding in ROUNDINGS.values():
         for _ in range(20):
             block = Block(rng, rounding, 200, 0.5)
-            pieces = Pieces.of(block.encode(wire))
+            pieces = Pieces.of(block.encode(compression))
             bits = bytearray(pieces.bits)
             for at in rng.integers(0, len(bits) - 1, 3):
                 bits[at] ^= rng.integers(256)
             tried += 1
-            accepted += not block.refuses(wire, replace(pieces, bits=bytes(bits)).joined())
+            accepted += not block.refuses(compression, replace(pieces, bits=bytes(bits)).joined())
     assert accepted > tried / 2
 
 
-@every_wire
-def test_every_cut_and_every_extension_is_refused(wire: Wire) -> None:
-    block, pieces = damaged_one(np.random.default_rng(4), 400, wire)
+@every_compression
+def test_every_cut_and_every_extension_is_refused(compression: Compression) -> None:
+    block, pieces = damaged_one(np.random.default_rng(4), 400, compression)
     payload = pieces.joined()
     for length in range(len(payload)):
         with pytest.raises(Malformed):
-            block.decode(wire, payload[:length])
+            block.decode(compression, payload[:length])
     for tail in (b"\0", b"\xff", bytes(8), bytes(1000)):
         with pytest.raises(Malformed):
-            block.decode(wire, payload + tail)
+            block.decode(compression, payload + tail)
 
 
 @pytest.mark.slow
-@every_wire
-def test_every_byte_of_the_head_is_checked(wire: Wire) -> None:
+@every_compression
+def test_every_byte_of_the_head_is_checked(compression: Compression) -> None:
     """What is out of range is refused; of the rest, the oracle is asked about a part."""
-    block, pieces = damaged_one(np.random.default_rng(7), 300, wire)
+    block, pieces = damaged_one(np.random.default_rng(7), 300, compression)
     for k in range(8):
         for value in range(256):
             head = [*pieces.head[:k], value, *pieces.head[k + 1 :]]
@@ -364,9 +396,9 @@ def test_every_byte_of_the_head_is_checked(wire: Wire) -> None:
             _, _, first, classes, b, s, c, _ = head
             if first + classes > 255 or not 1 <= s <= 30 or b + s > 255 or c not in (1, 16, 128):
                 with pytest.raises(Malformed):
-                    block.decode(wire, payload)
+                    block.decode(compression, payload)
             elif value % 8 == k or abs(value - pieces.head[k]) < 3:
-                block.refuses(wire, payload)
+                block.refuses(compression, payload)
 
 
 HOSTILE: dict[str, Callable[[Pieces], Pieces]] = {
@@ -393,40 +425,42 @@ HOSTILE: dict[str, Callable[[Pieces], Pieces]] = {
 }
 
 
-@every_wire
+@every_compression
 @pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_payloads_are_refused(damage: Callable[[Pieces], Pieces], wire: Wire) -> None:
+def test_hostile_payloads_are_refused(
+    damage: Callable[[Pieces], Pieces], compression: Compression
+) -> None:
     for seed in range(3):
-        block, pieces = damaged_one(np.random.default_rng(seed), 300, wire)
+        block, pieces = damaged_one(np.random.default_rng(seed), 300, compression)
         if damage is HOSTILE["one byte of plain bits less"] and not pieces.bits:
             continue
-        assert block.refuses(wire, damage(pieces).joined())
+        assert block.refuses(compression, damage(pieces).joined())
 
 
 def test_ones_in_the_last_byte_of_plain_bits_are_refused() -> None:
     rng, tried = np.random.default_rng(9), 0
     for _ in range(10):
         block = Block(rng, BF16, 100, 0.1)
-        pieces = Pieces.of(block.encode(WIRES[1]))
+        pieces = Pieces.of(block.encode(COMPRESSIONS[1]))
         if len(pieces.bits) * 8 > 7 * pieces.count:  # no value escapes: 7 bits each
             tried += 1
             bits = pieces.bits[:-1] + bytes([pieces.bits[-1] | 128])
-            assert block.refuses(WIRES[1], replace(pieces, bits=bits).joined())
+            assert block.refuses(COMPRESSIONS[1], replace(pieces, bits=bits).joined())
     assert tried > 3
 
 
 def test_a_padded_number_is_refused() -> None:
-    block, pieces = damaged_one(np.random.default_rng(10), 300, WIRES[0])
+    block, pieces = damaged_one(np.random.default_rng(10), 300, COMPRESSIONS[0])
     payload = pieces.joined()
     with pytest.raises(Malformed):
-        block.decode(WIRES[0], bytes([payload[0] | 128, 0]) + payload[1:])
+        block.decode(COMPRESSIONS[0], bytes([payload[0] | 128, 0]) + payload[1:])
     with pytest.raises(Malformed):
-        block.decode(WIRES[0], b"\x80\0")
+        block.decode(COMPRESSIONS[0], b"\x80\0")
 
 
 def test_one_bad_payload_refuses_them_all() -> None:
     block = Block(np.random.default_rng(8), BF16, 400, 0.3)
-    payload = block.encode(WIRES[0])
+    payload = block.encode(COMPRESSIONS[0])
     payloads = [np.frombuffer(data, np.uint8) for data in (payload, payload[:-1])]
     with pytest.raises(Malformed):
-        decode_entries(payloads, block.theta, block.momentum, BF16, WIRES[0].mantissa)
+        decode_entries(payloads, block.theta, block.momentum, BF16, COMPRESSIONS[0].mantissa)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pulse_rl._native import (
-    add_entries,
     decode_entries,
     encode_entries,
     gate,
@@ -21,8 +20,8 @@ from pulse_rl._native import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.loco.gate import ROUNDINGS, open_entries, rounding_of
+from pulse_rl.loco.messages import Entries
 from pulse_rl.loco.parameters import Floats
-from pulse_rl.loco.wire import Entries
 from tests.support.arrays import Array, floats, misaligned
 from tests.support.entries_oracle import Rounding, class_of
 from tests.support.loco_reference import bits
@@ -253,7 +252,7 @@ def step_densely(
     count = len(state.theta)
     total = np.zeros(first + count + 500, np.float32)
     for positions, values in summands:
-        add_entries(total, positions, values)
+        total[positions] += values
     total = total[first : first + count].copy()
     outer_step(state.theta, state.momentum, total, *how)
     ahead = state.theta - np.float32(lookahead) * state.residual if lookahead else state.theta
@@ -295,7 +294,7 @@ def test_sums_are_those_of_the_dense_way(
     for _ in range(4):
         summands, total = any_summands(rng, elements, number), np.zeros(elements, np.float32)
         for positions, values in summands:
-            add_entries(total, positions, values)
+            total[positions] += values
         found, sums = sum_entries(summands, elements)
         np.testing.assert_array_equal(found, np.flatnonzero(total))
         np.testing.assert_array_equal(sums.view(np.uint32), total[found].view(np.uint32))
@@ -303,12 +302,6 @@ def test_sums_are_those_of_the_dense_way(
 
 
 def test_positions_are_checked_before_a_sum_changes() -> None:
-    total = np.zeros(4, np.float32)
-    with pytest.raises(IndexError):
-        add_entries(total, np.uint32([1, 4]), np.float32([1, 1]))
-    with pytest.raises(ValueError, match="length"):
-        add_entries(total, np.uint32([1]), np.float32([1, 1]))
-    assert not total.any()
     for positions in ([0, 4], [2, 2], [2, 1]):
         with pytest.raises(IndexError):
             sum_entries([(np.uint32(positions), np.float32([1, 1]))], 4)
@@ -368,7 +361,6 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
         (lambda t, n, r, s: gate(t, n, r, 1.0, False, s, BF16, 0), [good.copy() for _ in range(4)]),
         (lambda t, m, p, v: encode_entries(t, m, BF16, p, v, 23), [good, good, at, good]),
         (lambda t, m: decode_entries([payload], t, m, BF16, 23), [good, good]),
-        (add_entries, [good.copy(), at, good]),
         (lambda p, v: sum_entries([(p, v)], 4), [at, good]),
         (lambda *a: outer_step(*a, 2, 0.7, 0.9), [good.copy() for _ in range(3)]),
         (sparse, [*(good.copy() for _ in range(4)), at, good]),

@@ -123,16 +123,14 @@ def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:
     assert made(lookahead="auto", outer_lr=0.5, outer_momentum=0.0)[1].lookahead == 0.5
 
 
-@pytest.mark.parametrize("gate_sums", [False, True])
 @pytest.mark.parametrize("ahead", [0.0, 7.0])
-def test_what_is_learnt_counts_once_whatever_is_sent(ahead: float, *, gate_sums: bool) -> None:
+def test_what_is_learnt_counts_once_whatever_is_sent(ahead: float) -> None:
     """The rule has a virtual iterate, theta - lr / (1 - mu) (e + mu^2 m), that moves by what
     trainers learn alone (notes/design/0029): e is the mean of the residuals. In the reference,
     which the library equals bit for bit."""
     size, learnt = 600, torch.Generator().manual_seed(0)
     theta = torch.randn(size, generator=learnt) / 50
-    settings: dict[str, Any] = {"lookahead": ahead, "gate_sums": gate_sums}
-    trainers = [Reference(theta, rank=rank, **settings) for rank in range(3)]
+    trainers = [Reference(theta, lookahead=ahead) for _ in range(3)]
 
     def virtual() -> Flat:
         residual = torch.stack([t.residual.double() for t in trainers]).mean(0)

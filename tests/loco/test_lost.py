@@ -20,7 +20,6 @@ from tests.support.loco_reference import (
     Job,
     Reference,
     flat,
-    force_gated,
     group_of,
     last_round,
     pulse_loco,
@@ -44,8 +43,7 @@ PLACES = ["gate", 1, 2, 3, "update", 4]
 # The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read,
 # roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
-#: The last one: scattered, and its sums pass a gate.
-WAYS = ["gathered", "scattered", "gated"]
+WAYS = ["gathered", "scattered"]
 
 
 class CheckedTrainer:
@@ -56,7 +54,6 @@ class CheckedTrainer:
         self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20
     ) -> None:
         force_scattered(way == "scattered")
-        force_gated(way == "gated")
         self.trainer, self.job, self.way = trainer, Job(seed, lr=1e-3), way
         self.s = self.sent = torch.empty(0)
         self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
@@ -69,7 +66,7 @@ class CheckedTrainer:
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
-        self.reference = Reference(flat(self.loop.global_state()), gate_sums=self.way == "gated")
+        self.reference = Reference(flat(self.loop.global_state()))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -87,7 +84,6 @@ class CheckedTrainer:
         """The reference after a round in which the messages of these ranks counted."""
         found = copy.deepcopy(self.reference)
         found.residual = self.s - self.sent
-        found.rank = ranks.index(self.trainer.rank) if self.trainer.rank in ranks else -1
         found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         return found
 

@@ -13,10 +13,10 @@ import torch
 from pulse_rl.errors import CorruptMessage
 from pulse_rl.loco import ranks
 from pulse_rl.loco.group_rounds import Handshake, outcome_of
+from pulse_rl.loco.messages import Message
 from pulse_rl.loco.outer import MessageOutcome, specs_digest
-from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
-from tests.support.entry_blocks import WIRES
+from tests.support.entry_blocks import COMPRESSIONS
 
 SETTINGS = {"method": "PulseLoCo", "sync_every": 8, "outer_lr": 0.7}
 FIELDS = {
@@ -105,12 +105,16 @@ def test_the_digest_of_the_parameters_knows_names_dtypes_shapes_and_order() -> N
 
 def test_a_message_is_read_back() -> None:
     payloads = [b"one", b"", b"\0" * 300]
-    message = Message(1 << 40, WIRES[1].mantissa, payloads).to_bytes()
+    message = Message(1 << 40, COMPRESSIONS[1].mantissa, payloads).to_bytes()
     read = Message.parse(message, 3)
-    assert (read.round, read.wire, [bytes(p) for p in read.payloads]) == (1 << 40, 7, payloads)
+    assert (read.round, read.mantissa, [bytes(p) for p in read.payloads]) == (
+        1 << 40,
+        7,
+        payloads,
+    )
     assert message[:16].hex() == "504c534c01070000" + "0000000000010000"
     assert message[24:40].hex() == "03000000" + "03000000" + "00000000" + "2c010000"
-    assert message != Message(1 << 40, WIRES[1].mantissa, payloads).to_bytes(), (
+    assert message != Message(1 << 40, COMPRESSIONS[1].mantissa, payloads).to_bytes(), (
         "the same entries of two trainers are two messages"
     )
 
@@ -124,13 +128,13 @@ def test_a_message_is_read_back() -> None:
         lambda m: m[:27],
         lambda m: b"PLSX" + m[4:],
         lambda m: m[:4] + b"\3" + m[5:],
-        lambda m: m[:6] + b"\1" + m[7:],
+        lambda m: m[:6] + b"\2" + m[7:],
         lambda m: m[:24] + b"\1" + m[25:],
         lambda m: m[:28] + b"\xff\xff\xff\xff" + m[32:],
     ],
 )
 def test_a_damaged_message_is_refused(damage: object) -> None:
-    message = Message(7, WIRES[0].mantissa, [b"one", b"two"]).to_bytes()
+    message = Message(7, COMPRESSIONS[0].mantissa, [b"one", b"two"]).to_bytes()
     with pytest.raises(CorruptMessage):
         Message.parse(damage(message), 2)  # type: ignore[operator]
 

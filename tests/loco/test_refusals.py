@@ -23,7 +23,7 @@ from pulse_rl.errors import (
 from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import Transfer
-from pulse_rl.loco.wire import Coder, Message
+from pulse_rl.loco.messages import Coder, Message
 from tests.support.loco_reference import Job, all_same, group_of, outer_state, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
@@ -83,13 +83,17 @@ def not_finite(trainer: Trainer) -> None:
 
 def overflowing(trainer: Trainer) -> None:
     """Finite pseudo-gradients whose rounding, sum or outer step is not finite."""
-    for wire, size in (("BF16", 3.4e38), ("FP32", 3e38)):
+    for compression, size in (("bf16", 3.4e38), ("fp32", 3e38)):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with pulse_loco(model, optimizer, sync_every=1, wire=wire, timeout_seconds=10) as loop:
+        with pulse_loco(
+            model, optimizer, sync_every=1, compression=compression, timeout_seconds=10
+        ) as loop:
             before = outer_state(loop)
             for p in model.parameters():
-                p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == "FP32" else 0.1)
+                p.grad = torch.full_like(
+                    p, size if trainer.rank != 1 or compression == "fp32" else 0.1
+                )
             with pytest.raises(NonFinite):
                 optimizer.step()
             assert all_same(outer_state(loop), before)
@@ -114,7 +118,7 @@ def differing(
 
 def two_states(trainer: Trainer) -> None:
     """Trainers that meet in the same round must hold the same state."""
-    for flip in ((lambda loop: loop.state.theta), (lambda loop: loop.state.momentum)):
+    for flip in ((lambda loop: loop.state.weights), (lambda loop: loop.state.momentum)):
         job = Job()
         with pulse_loco(job.model, job.optimizer, sync_every=1, timeout_seconds=5) as loop:
             job.step(trainer.rank)
@@ -132,7 +136,9 @@ def damaged(
     """Trainer 0 sends something else than it should in place of its entries (int4), or of its
     ``sums`` (FP32). Nobody takes any of it."""
     job = Job()
-    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire="int4") as loop:
+    with pulse_loco(
+        job.model, job.optimizer, sync_every=2, timeout_seconds=3, compression="e8m2"
+    ) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = outer_state(loop)
@@ -142,9 +148,9 @@ def damaged(
                 patch.setattr(
                     Coder,
                     "encode",
-                    lambda coder, *of: (damage if (coder.wire.name == "int4") != sums else whole)(
-                        loop, encode(coder, *of)
-                    ),
+                    lambda coder, *of: (
+                        damage if (coder.compression.name == "e8m2") != sums else whole
+                    )(loop, encode(coder, *of)),
                 )
             job.step(trainer.rank)
             with pytest.raises(CorruptMessage, match="could not read"):
@@ -263,7 +269,7 @@ def unknown_answer(trainer: Trainer, answer: bytes) -> None:
             with pytest.raises(CorruptMessage, match="no known form"):
                 job.step(trainer.rank)
         assert all_same(outer_state(loop), before)
-        assert loop.reduction.residual.pending_message is None, "nobody has counted it"
+        assert loop.reduction.residual.message is None, "nobody has counted it"
         job.step(trainer.rank)
         assert loop.round == 2
 
@@ -276,7 +282,7 @@ def refuse(trainer: Trainer, scattered: bool) -> list[str]:
         "not finite": not_finite,
         "overflowing": overflowing,
         "theta": lambda t: differing(
-            t, lambda loop: loop.state.theta, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"
+            t, lambda loop: loop.state.weights, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"
         ),
         "momentum": lambda t: differing(
             t, lambda loop: loop.state.momentum, (20, 25, 29), r"trainers \[1\]"

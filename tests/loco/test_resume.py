@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pulse_rl.errors import NonFinite, StateMismatch
-from pulse_rl.loco import PulseLoCo, gate, outer, parameters, wire
+from pulse_rl.loco import PulseLoCo, gate, messages, outer, parameters
 from tests.support.loco_reference import Job, all_same, last_round, outer_state, pulse_loco
 
 
@@ -36,7 +36,7 @@ def test_resume_is_exact_at_a_boundary_and_in_mid_round(
     def make(seed: int) -> tuple[Job, PulseLoCo]:
         job = Job(seed, dtype=dtype, lr=1e-2)
         return job, pulse_loco(
-            job.model, job.optimizer, sync_every=3, wire="BF16", lookahead=lookahead
+            job.model, job.optimizer, sync_every=3, compression="bf16", lookahead=lookahead
         )
 
     job, loop = make(0)
@@ -59,14 +59,14 @@ def test_resume_is_exact_at_a_boundary_and_in_mid_round(
     [
         lambda s: s.pop("residual"),
         lambda s: s.pop("round"),
-        lambda s: s["theta"].pop("0.bias"),
-        lambda s: s["theta"].update(more=torch.ones(1)),
+        lambda s: s["global"].pop("0.bias"),
+        lambda s: s["global"].update(more=torch.ones(1)),
         lambda s: s["momentum"].update({"0.bias": torch.ones(3)}),
         lambda s: s["momentum"].update({"0.bias": torch.ones(40).double()}),
-        lambda s: s["theta"].update({"0.bias": torch.full((40,), float("nan"))}),
+        lambda s: s["global"].update({"0.bias": torch.full((40,), float("nan"))}),
         lambda s: s["residual"].update({"0.bias": torch.full((40,), float("inf"))}),
         lambda s: s["residual"].update({"0.bias": [0.0] * 40}),
-        lambda s: s.update(theta=None),
+        lambda s: s.update({"global": None}),
         lambda s: s.update(round=-1),
         lambda s: s.update(round="1"),
         lambda s: s.update(inner_step=1.5),
@@ -110,7 +110,7 @@ def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(
     job = Job()
     loop = pulse_loco(job.model, job.optimizer, sync_every=1, threads=2)
     calls = 0
-    module = next(m for m in (wire, gate, outer) if hasattr(m, name))
+    module = next(m for m in (messages, gate, outer) if hasattr(m, name))
     kernel = getattr(module, name)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

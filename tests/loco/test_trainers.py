@@ -20,7 +20,6 @@ from tests.support.loco_reference import (
     all_same,
     cut_blocks,
     flat,
-    force_gated,
     group_of,
     outer_state,
     pulse_loco,
@@ -32,18 +31,18 @@ pytestmark = pytest.mark.slow
 ROUNDS = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16 wire": {"wire": "BF16"},
-    "int4 wire": {"wire": "int4"},
-    "bf16 model": {"model_dtype": torch.bfloat16, "wire": "BF16"},
+    "bf16 compression": {"compression": "bf16"},
+    "int4 compression": {"compression": "e8m2"},
+    "bf16 model": {"model_dtype": torch.bfloat16, "compression": "bf16"},
     "fp16 gate": {"gate_dtype": torch.float16},
     "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
     "no lookahead": {"lookahead": 0.0},
-    "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire": "BF16", "lookahead": 1.3},
-    "gated sums": {"gate_sums": True},
-    "gated sums, int2": {"gate_sums": True, "wire": "int2"},
-    "gated sums, bf16": {"gate_sums": True, "wire": "BF16", "lookahead": 1.0},
-    "sweep": {"sweep": 3, "wire": "int4"},
-    "sweep, gated sums": {"sweep": 2, "wire": "int2", "gate_sums": True},
+    "lookahead, bf16 model": {
+        "model_dtype": torch.bfloat16,
+        "compression": "bf16",
+        "lookahead": 1.3,
+    },
+    "e8m0": {"compression": "e8m0"},
     "nothing is sent": {"rate": 1e-12},
     "everything is sent": {"rate": 0.5},
 }
@@ -63,10 +62,8 @@ def agreed(
     *,
     model_dtype: torch.dtype = torch.float32,
     rate: float = 0,
-    gate_sums: bool = False,
     **settings: Any,
 ) -> list[Round]:
-    force_gated(gate_sums)
     dtype = model_dtype
     rate = rate or (1e-2 if dtype == torch.bfloat16 else (1e-4, 3e-4, 1e-5)[trainer.rank % 3])
     job = Job(seed=trainer.rank, dtype=dtype, lr=rate)
@@ -89,11 +86,8 @@ def agreed(
         reference = Reference(
             flat(loop.global_state()),
             model_dtype=dtype,
-            rank=trainer.rank,
-            gate_sums=gate_sums,
             **settings,
         )
-        reference.blocks = [block.stop - block.start for block in loop.parameters.blocks]
         for number in range(ROUNDS):
             still = (number == 0 and trainer.rank == 1) or number == 3
             for group in job.optimizer.param_groups:
@@ -104,20 +98,15 @@ def agreed(
             s, sent = selected[-1]
             received = [torch.empty_like(sent) for _ in range(trainer.size)]
             dist.all_gather(received, sent)
-            owners = reference.owners(trainer.size)
             reference.outer_step(received)
             reference.check(loop)
-            if reference.gate_sums:
-                mine = owners == trainer.rank
-                assert same((s - sent)[~mine], flat(loop.residual())[~mine])
-            else:
-                assert same(s, sent + flat(loop.residual()))
+            assert same(s, sent + flat(loop.residual()))
             assert rounds[-1].entries == int(torch.count_nonzero(sent))
             assert rounds[-1].summed == int(torch.count_nonzero(reference.summed))
     return rounds
 
 
-FEW = ["bf16 wire", "no lookahead", "gated sums, int2", "fp32"]
+FEW = ["bf16 compression", "no lookahead", "e8m0", "fp32"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
@@ -125,8 +114,6 @@ FEW = ["bf16 wire", "no lookahead", "gated sums, int2", "fp32"]
 def test_every_round_equals_the_dense_algorithm(
     size: int, names: list[str], scattered: bool
 ) -> None:
-    if not scattered:  # as gated sums are in any case
-        names = [name for name in names if "gated" not in name]
     found = together(agree, size, names, scattered, seconds=120)
     for name in names:
         each = [rounds[name] for rounds in found]
@@ -135,7 +122,7 @@ def test_every_round_equals_the_dense_algorithm(
             assert {(r.number, r.trainers, r.parameters) for r in seen} == {
                 (number + 1, size, seen[0].parameters)
             }
-            ways = {(scattered or "gated" in name, seen[0].summed)}
+            ways = {(scattered, seen[0].summed)}
             assert {(r.scattered, r.summed) for r in seen} == ways
             # A ring: heads, padded messages, words that all is read, and roots of all but one leave
             # each process.
@@ -157,7 +144,8 @@ def test_every_round_equals_the_dense_algorithm(
     if "everything is sent" in names:
         assert found[0]["everything is sent"][1].density > 0.99
         exact, bf16, int4 = (
-            found[0][name][0].payload_bytes for name in ("fp32", "bf16 wire", "int4 wire")
+            found[0][name][0].payload_bytes
+            for name in ("fp32", "bf16 compression", "int4 compression")
         )
         assert int4 < 0.9 * bf16 < 0.9 * 0.8 * exact
 
@@ -191,10 +179,10 @@ def by_itself(trainer: Trainer, settings: dict[str, Any]) -> list[list[tuple[boo
         (2, {}, False),
         (3, {}, False),
         (4, {}, True),
-        (4, {"wire": "BF16"}, True),
-        (4, {"wire": "int4"}, False),
-        (7, {"wire": "int2"}, False),
-        (8, {"wire": "int2", "lookahead": 0.0}, True),  # or its sums would be gated
+        (4, {"compression": "bf16"}, True),
+        (4, {"compression": "e8m2"}, False),
+        (7, {"compression": "e8m0"}, False),
+        (8, {"compression": "e8m0"}, True),
     ],
 )
 def test_rounds_are_scattered_where_less_is_sent(
@@ -218,11 +206,10 @@ def skewed(seed: int) -> Job:
     return job
 
 
-def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
+def resumed(trainer: Trainer, stop: int) -> None:
     """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares
     included: trainers that meet cut them alike."""
     force_scattered(True)
-    force_gated(gated)
 
     def run(job: Job, loop: PulseLoCo, steps: int) -> None:
         with loop:
@@ -230,7 +217,7 @@ def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
                 job.step(trainer.rank)
 
     trainer.connect("start")
-    settings = {"sync_every": 3, "wire": "BF16", "lookahead": 7.0}
+    settings = {"sync_every": 3, "compression": "bf16", "lookahead": 7.0}
     job, rounds = skewed(trainer.rank), list[Round]()
     loop = looped(job, rounds, **settings)
     run(job, loop, 11)
@@ -249,9 +236,8 @@ def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("stop", [5, 6])
-@pytest.mark.parametrize("gated", [False, True])
-def test_resume_is_exact(stop: int, *, gated: bool) -> None:
-    together(resumed, 3, stop, gated, seconds=60)
+def test_resume_is_exact(stop: int) -> None:
+    together(resumed, 3, stop, seconds=60)
 
 
 def elsewhere(trainer: Trainer) -> None:

@@ -8,15 +8,17 @@ import torch
 
 from pulse_rl._native import Malformed, decode_entries, encode_entries
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
+from pulse_rl.loco.messages import Compression
 from pulse_rl.loco.parameters import Floats, Positions
-from pulse_rl.loco.wire import Wire
 from pulse_rl.state.cast import Rounding
 from tests.support import entries_oracle as oracle
 from tests.support.arrays import both_ways, made_alike
 
 BF16 = ROUNDINGS[torch.bfloat16]
-WIRES = [Wire("FP32"), Wire("BF16"), Wire("int4"), Wire("int2")]
-every_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in WIRES])
+COMPRESSIONS = [Compression("fp32"), Compression("bf16"), Compression("e8m2"), Compression("e8m0")]
+every_compression = pytest.mark.parametrize(
+    "compression", COMPRESSIONS, ids=[compression.name for compression in COMPRESSIONS]
+)
 
 
 class Block:
@@ -44,7 +46,7 @@ class Block:
             s = (self.theta * rng.normal(0, 10 ** -rng.uniform(0, 5), elements)).astype(np.float32)
             if rng.random() < 0.7:
                 s = self.theta - (self.theta - s)  # as the difference of two weights
-        s[~(np.abs(s) < 2.0**63)] = 0  # a BF16 wire rounds up
+        s[~(np.abs(s) < 2.0**63)] = 0  # a BF16 compression rounds up
         self.s = np.empty_like(s)
         with np.errstate(over="ignore"):
             found = open_entries(self.theta, self.theta, s, self.s, rounding)
@@ -55,24 +57,24 @@ class Block:
         if share is not None:
             self.positions = np.flatnonzero(rng.random(elements) < share).astype(np.uint32)
 
-    def values(self, wire: Wire) -> Floats:
-        return wire.round(self.s[self.positions])
+    def values(self, compression: Compression) -> Floats:
+        return compression.round(self.s[self.positions])
 
-    def entries(self, wire: Wire) -> dict[int, int]:
-        return dict(zip(self.positions.tolist(), patterns(self.values(wire)), strict=True))
+    def entries(self, compression: Compression) -> dict[int, int]:
+        return dict(zip(self.positions.tolist(), patterns(self.values(compression)), strict=True))
 
     @property
     def known(self) -> tuple[list[int], list[int], oracle.Rounding]:
         """What the oracle is given of the block."""
         return patterns(self.theta), patterns(self.momentum), oracle.Rounding(*self.rounding)
 
-    def encode(self, wire: Wire) -> bytes:
+    def encode(self, compression: Compression) -> bytes:
         """The payload, which must be the same without vectors."""
         known = (self.theta, self.momentum, self.rounding)
-        entries = (self.positions, self.values(wire))
-        return made_alike(lambda: encode_entries(*known, *entries, wire.mantissa))
+        entries = (self.positions, self.values(compression))
+        return made_alike(lambda: encode_entries(*known, *entries, compression.mantissa))
 
-    def decode(self, wire: Wire, *payloads: bytes) -> list[dict[int, int]]:
+    def decode(self, compression: Compression, *payloads: bytes) -> list[dict[int, int]]:
         """The values by their positions, the same with and without vectors. Raises Malformed either
         way, or neither."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
@@ -80,7 +82,7 @@ class Block:
         for _ in both_ways():
             try:
                 decoded = decode_entries(
-                    views, self.theta, self.momentum, self.rounding, wire.mantissa
+                    views, self.theta, self.momentum, self.rounding, compression.mantissa
                 )
             except Malformed as error:
                 found.append(error)
@@ -95,19 +97,19 @@ class Block:
         assert without == with_vectors
         return without
 
-    def refuses(self, wire: Wire, payload: bytes) -> bool:
+    def refuses(self, compression: Compression, payload: bytes) -> bool:
         """Whether the payload is refused: exactly those that the oracle refuses; it finds the same
         in the others."""
         try:
-            expected, _ = oracle.decode(payload, *self.known, wire.mantissa)
+            expected, _ = oracle.decode(payload, *self.known, compression.mantissa)
         except oracle.Refused:
             with pytest.raises(Malformed):
-                self.decode(wire, payload)
+                self.decode(compression, payload)
             return True
-        assert self.decode(wire, payload) == [expected]
+        assert self.decode(compression, payload) == [expected]
         return False
 
-    def choices(self, rng: np.random.Generator, wire: Wire) -> oracle.Choices:
+    def choices(self, rng: np.random.Generator, compression: Compression) -> oracle.Choices:
         """Anything that an encoder may choose for the block's entries. There is one."""
         theta, momentum, rounding = self.known
         d, m = int(rng.integers(100, 130)), int(rng.integers(90, 110))
@@ -117,7 +119,7 @@ class Block:
         b = int(rng.integers(90, 140) if rng.random() < 0.7 else rng.integers(0, 256 - s))
         c = int(rng.choice([1, 16, 128]))
         top = int(rng.integers(110, 130) if rng.random() < 0.7 else rng.integers(0, 256))
-        entries = self.entries(wire)
+        entries = self.entries(compression)
         classes = {p: oracle.class_of(theta[p], momentum[p], rounding, d, m) for p in entries}
         first = int(rng.integers(0, min(classes.values()) + 1))
         stop = int(rng.integers(max(classes.values()) + 1, 257))
@@ -128,8 +130,8 @@ class Block:
         chosen = oracle.Choices(d, m, first, levels, b, s, c, top, [])
         used: list[set[int]] = [set() for _ in range(c)]
         for p, v in entries.items():
-            used[chosen.context(classes[p], theta[p], wire.mantissa)].add(
-                oracle.code_of(theta[p], v, rounding, wire.mantissa, b, s).symbol
+            used[chosen.context(classes[p], theta[p], compression.mantissa)].add(
+                oracle.code_of(theta[p], v, rounding, compression.mantissa, b, s).symbol
             )
         some = [more if rng.random() < 0.7 else 0 for _ in range(c)]
         chosen.symbols = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.loco.threads import as_threads
-from tests.support.loco_reference import Flat, Reference, force_gated, group_of, pulse_loco
+from tests.support.loco_reference import Flat, Reference, group_of, pulse_loco
 from tests.support.states import present
 
 SIZE = 3000
@@ -23,7 +23,6 @@ class Member:
         rank: int,
         size: int,
         seen: dict[tuple[int, int], Flat],
-        gate_sums: bool = True,
         **settings: Any,
     ) -> None:
         self.rank, self.size, self.seen, self.settings = rank, size, seen, settings
@@ -35,7 +34,7 @@ class Member:
         self.loop = pulse_loco(
             {"w": self.weight}, self.optimizer, sync_every=1, threads=1, **settings
         )
-        self.reference = Reference(start, rank=rank, gate_sums=gate_sums, **settings)
+        self.reference = Reference(start, **settings)
 
     def _select(self) -> None:
         """Before the loop's own hook: what this trainer is about to send."""
@@ -61,14 +60,10 @@ class Member:
         done = present(self.loop.last_round)
         assert done.summed == int(self.reference.summed.count_nonzero())
         assert done.entries == int(self.seen[number, self.rank].count_nonzero())
-        assert done.scattered or not self.reference.gate_sums
 
 
-def members(
-    size: int, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any
-) -> list[Member]:
-    """``work`` of every member, each in a thread, after they have met. ``forced``: `force_gated`
-    meanwhile."""
+def members(size: int, work: Callable[[Member], None], **settings: Any) -> list[Member]:
+    """``work`` of every member, each in a thread, after they have met."""
     seen: dict[tuple[int, int], Flat] = {}
     everyone = [Member(rank, size, seen, **settings) for rank in range(size)]
 
@@ -76,9 +71,5 @@ def members(
         with everyone[rank].loop:
             work(everyone[rank])
 
-    force_gated(forced)
-    try:
-        as_threads(run, len(everyone))
-    finally:
-        force_gated(None)
+    as_threads(run, len(everyone))
     return everyone

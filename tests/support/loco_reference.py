@@ -4,14 +4,12 @@ small job to train."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, Round, gate, parameters
-from pulse_rl.loco.gate import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
+from pulse_rl.loco import DiLoCo, GroupExchange, PulseLoCo, Round, parameters
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.group_rounds import GroupRounds
 from pulse_rl.loco.loop import OuterLoop
@@ -31,10 +29,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def rounded(x: Flat, wire: str) -> Flat:
+def rounded(x: Flat, compression: str) -> Flat:
     """The nearer of the numbers around each with so many bits of mantissa; of two as near that with
     an even pattern."""
-    dropped = 23 - {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}[wire]
+    dropped = 23 - {"fp32": 23, "bf16": 7, "e8m2": 2, "e8m0": 0}[compression]
     below = bits(x) >> dropped << dropped  # towards 0
     above = below + (1 << dropped)
     down, up = ((side.view(torch.float32).double() - x.double()).abs() for side in (below, above))
@@ -62,29 +60,21 @@ class Reference:
         theta: Flat,
         *,
         gate_dtype: torch.dtype = torch.bfloat16,
-        wire: str = "FP32",
+        compression: str = "fp32",
         model_dtype: torch.dtype = torch.float32,
         lr: float = 0.7,
         momentum: float = 0.9,
         lookahead: float | None = None,
-        gate_sums: bool = False,
-        sweep: int | None = None,
-        rank: int = 0,
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
-        self.includes_sent = False  # it has what a gate lets through
-        self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
+        self.gate_dtype, self.compression = gate_dtype, compression
+        self.model_dtype = model_dtype
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that,
         # and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead = torch.tensor(ahead)
-        self.gate_sums, self.rank = gate_sums, rank
-        self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
-        self.blocks: list[int] = []  # their elements; empty: one block
-        # Where shares are not one for each trainer: how many there are, and which this one sums.
-        self.shares, self.owns = 0, list[int]()
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
@@ -92,73 +82,36 @@ class Reference:
         """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the
         residual."""
         s = (self.start().float() - now) + self.residual
-        sent = self.gated(s)
-        self.residual, self.includes_sent = s - sent, False
-        return s, sent
-
-    def gated(self, s: Flat) -> Flat:
-        """What is sent of ``s``."""
         before = self.theta.to(self.gate_dtype)
         after = (self.theta - s).to(self.gate_dtype)
-        open_ = (bits(before) != bits(after)) | self.swept()
-        return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
+        open_ = bits(before) != bits(after)
+        sent = torch.where(open_, rounded(s, self.compression), torch.zeros(()))
+        self.residual = s - sent
+        return s, sent
 
     @torch.no_grad()
     def start(self) -> Flat:
         """What the inner steps start from, in the model's dtype."""
-        start = self.theta - self.lookahead * self.residual
-        if self.includes_sent and self.lookahead:
-            start += (self.lookahead - 1) * self.gated(self.residual)
-        return start.to(self.model_dtype)
+        return (self.theta - self.lookahead * self.residual).to(self.model_dtype)
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order. With ``gate_sums``
-        sums whose mean the gate holds back, and what the wire takes from the others, go to the
-        residual of the owner."""
-        owners = self.owners(self.shares or len(sent))
-        total = added(sent)
-        if self.gate_sums:
-            passed = self.passed(total, len(sent))
-            self.keep(total - passed, torch.isin(owners, torch.tensor(self.owns or [self.rank])))
-            total = passed
-        self.summed = total
-        mean, swept = total / len(sent), self.swept()
-        self.theta -= torch.where(swept, self.lookahead * mean, torch.zeros(()))
-        self.theta.grad = torch.where(swept, torch.zeros(()), mean)
+        """The outer step along the mean of what all sent, summed in rank order."""
+        self.summed = added(sent)
+        self.theta.grad = self.summed / len(sent)
         self.outer.step()
-        self.number += 1
 
-    def passed(self, sums: Flat, trainers: int) -> Flat:
-        """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
-        moved = self.theta - sums / trainers
-        before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
-        open_ = (bits(before) != bits(after)) | self.swept()
-        return torch.where(open_, rounded(sums, self.wire), torch.zeros(()))
+    @torch.no_grad()
+    def close(self) -> Flat:
+        """All of the residual, as it is sent in a closing round."""
+        sent = rounded(self.residual, self.compression)
+        self.residual = self.residual - sent
+        return sent
 
-    def swept(self) -> torch.Tensor:
-        """Where the gates are open because it is the turn of a block."""
-        blocks = self.blocks or [len(self.summed)]
-        turns = [
-            bool(self.sweep) and (number + self.number) % self.sweep == 0
-            for number in range(len(blocks))
-        ]
-        return torch.repeat_interleave(torch.tensor(turns), torch.tensor(blocks))
-
-    def keep(self, rest: Flat, mine: torch.Tensor) -> None:
-        self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
-
-    def owners(self, trainers: int) -> torch.Tensor:
-        """Who sums each parameter: an equal part of every block, or of all where ``shares`` says
-        how many."""
-        owners, everything = [], [len(self.summed)]
-        for count in everything if self.shares else self.blocks or everything:
-            bounds = [count * owner // trainers for owner in range(trainers + 1)]
-            owners += [
-                torch.full((last - first,), owner)
-                for owner, (first, last) in enumerate(pairwise(bounds))
-            ]
-        return torch.cat(owners)
+    @torch.no_grad()
+    def closing_step(self, sent: list[Flat]) -> None:
+        """The end of a closing round: theta moves, the momentum rests."""
+        self.theta -= self.lookahead * (added(sent) / len(sent))
 
     def momentum(self) -> Flat:
         return self.outer.state[self.theta]["momentum_buffer"]
@@ -222,13 +175,13 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "wire", "sweep", "timeout_seconds")
+_OF_EXCHANGE = ("group", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
     """A PulseLoCo with those of the ``settings`` that belong to its exchange in there, and its
-    ``threads``."""
-    return made(PulseLoCo, model, optimizers, **settings)
+    ``threads``. Values travel exactly, unless a setting says otherwise."""
+    return made(PulseLoCo, model, optimizers, **({"compression": "fp32"} | settings))
 
 
 def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
@@ -238,8 +191,10 @@ def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
 def made(
     kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any
 ) -> Any:
-    exchange = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
-    loop = kind(model, optimizers, over=exchange, **settings)
+    exchange = GroupExchange(
+        **{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings}
+    )
+    loop = kind(model, optimizers, exchange=exchange, **settings)
     loop.threads = threads
     return loop
 
@@ -248,14 +203,6 @@ def cut_blocks(elements: int) -> None:
     """From now on the parameters of a loop that is made in this process are cut into blocks of so
     many."""
     parameters.BLOCK_ELEMENTS = elements
-
-
-def force_gated(gated: bool | None) -> None:
-    """From now on the sums of two trainers or more in this process are gated, or none are, or
-    (None) the rule decides. Without a lookahead none are."""
-    forced = None if gated is None else 2 if gated else 1 << 30
-    gate.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
-    gate.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM
 
 
 def group_of(loop: OuterLoop) -> TrainerGroup:
@@ -272,7 +219,7 @@ def last_round(loop: OuterLoop) -> Round:
 def outer_state(loop: Any) -> list[Flat]:
     """Theta, momentum and residual."""
     state = loop.state_dict()
-    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
+    return [flat(state[key]) for key in ("global", "momentum", "residual")]
 
 
 def all_same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:

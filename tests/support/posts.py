@@ -7,27 +7,19 @@ from hashlib import sha256
 import numpy as np
 
 from pulse_rl import Signer
+from pulse_rl.loco.messages import Sent
 from pulse_rl.loco.round_posts import RoundPosts
-from pulse_rl.loco.store_format import Part, RoundKey, head_bytes, write_head
+from pulse_rl.loco.store_format import HEAD_BYTES, RoundKey, write_head
 from pulse_rl.loco.store_rounds import StoreRounds
 
 
-def post_of(
-    place: RoundKey,
-    messages: list[bytes],
-    signer: Signer | None = None,
-    *,
-    entries: int = 1,
-    squares: float = 1.0,
-) -> bytes:
-    """With a head that says so of each of them."""
-    parts = [Part(len(message), entries, squares, sha256(message).digest()) for message in messages]
-    return b"".join([write_head(place, parts, signer), *messages])
+def post_of(place: RoundKey, message: bytes, signer: Signer | None = None) -> bytes:
+    return write_head(place, sha256(message).digest(), signer) + message
 
 
-def digest_of(data: bytes, shares: int = 1) -> str:
+def digest_of(data: bytes) -> str:
     """In a post's name."""
-    return sha256(data[: head_bytes(shares)]).hexdigest()
+    return sha256(data[:HEAD_BYTES]).hexdigest()
 
 
 def posts_of(meeting: StoreRounds) -> RoundPosts:
@@ -35,8 +27,8 @@ def posts_of(meeting: StoreRounds) -> RoundPosts:
     return meeting._round_posts()
 
 
-def not_finite(meeting: StoreRounds) -> list[bytes]:
-    """Messages that are whole but for values that are NaN."""
+def not_finite(meeting: StoreRounds) -> bytes:
+    """A message that is whole but for values that are NaN."""
     posts = posts_of(meeting)
     entry = np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)
-    return posts.coder.encode_each(posts.shares, [[entry for _ in units] for units in posts.shares])
+    return posts.coder.encode(posts.units, Sent([entry for _ in posts.units]))

@@ -140,21 +140,6 @@ void bind_loco(nb::module_& m) {
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
-        "add_entries",
-        [](MutableFloats total, Positions positions, Floats values) {
-            check_arrays(positions.size(), positions, values);
-            check_elements(total, "total");
-            nb::gil_scoped_release release;
-            if (!pulse::all_within(positions.data(), positions.size(), 0, total.size())) {
-                throw nb::index_error("a position is outside the block");
-            }
-            for (size_t i = 0; i < positions.size(); i++)
-                total.data()[positions.data()[i]] += values.data()[i];
-        },
-        array("total"), array("positions"), array("values"),
-        "total[positions] += values, in place; the positions are unique.");
-
-    m.def(
         "sum_entries",
         [](const std::vector<Summand>& summands, size_t elements) {
             const auto checked = checked_summands(summands, elements);

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from ._kernels import (
     Malformed,
-    add_entries,
     block_maxima,
     decode_block,
     decode_entries,
@@ -34,7 +33,6 @@ from ._kernels import (
 
 __all__ = [
     "Malformed",
-    "add_entries",
     "block_maxima",
     "decode_block",
     "decode_entries",

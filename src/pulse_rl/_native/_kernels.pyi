@@ -122,11 +122,6 @@ def decode_entries(
     mantissa: int,
     known: tuple[npt.NDArray[np.uint8], tuple[int, int]] | None = None,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
-def add_entries(
-    total: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.uint32],
-    values: npt.NDArray[np.float32],
-) -> None: ...
 def sum_entries(
     summands: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]], elements: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]: ...

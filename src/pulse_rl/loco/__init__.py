@@ -7,8 +7,8 @@
 from .._util import extra
 
 with extra("torch"):
-    from .exchange import Exchange, StoreExchange
+    from .exchange import GroupExchange, StoreExchange
     from .exchange import Round as Round
     from .loop import DiLoCo, PulseLoCo
 
-__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "StoreExchange"]
+__all__ = ["DiLoCo", "GroupExchange", "PulseLoCo", "StoreExchange"]

@@ -4,11 +4,14 @@ where when one is lost (docs/loco.md, sections 4 and 4.2)."""
 from __future__ import annotations
 
 import json
+import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +23,8 @@ from ..errors import CorruptMessage, Diverged, TrainerLost
 from ..state.digest import StateDigest
 
 T = TypeVar("T")
+_log = logging.getLogger("pulse_rl")
+_LOG_AFTER_SECONDS, _LOG_EVERY_SECONDS = 30.0, 60.0
 _DIGEST_BYTES = 32
 _MAX_BROADCAST_BYTES = 1 << 26
 # A store may be on a machine that stands still.
@@ -207,6 +212,25 @@ class TrainerNote:
 
     def __str__(self) -> str:
         return f"{self.inner_step} of {self.steps} inner steps of round {self.round}"
+
+
+@contextmanager
+def logged_wait(what: str) -> Iterator[None]:
+    """Within, a warning after 30 seconds, and each minute after that, says what it
+    is that takes so long: "round 5: waiting for the other 3 trainers"."""
+    ended, began = Event(), time.monotonic()
+
+    def log() -> None:
+        seconds = _LOG_AFTER_SECONDS
+        while not ended.wait(seconds):
+            _log.warning("%s since %.0f s", what, time.monotonic() - began)
+            seconds = _LOG_EVERY_SECONDS
+
+    Thread(target=log, name="PulseLoCo waits", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class TrainerNotes:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -16,12 +15,23 @@ import numpy as np
 import torch.distributed as dist
 
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
-from .exchange import Exchange, Meeting, Phase, Round
-from .gate import GatedReduction, ReduceGate, add_up
-from .group import TrainerGroup, TrainerNote
+from .exchange import GroupExchange, Meeting, Phase, Round, first_difference
+from .gate import GatedReduction
+from .group import TrainerGroup, TrainerNote, logged_wait
+from .messages import (
+    FORMAT,
+    NOTHING,
+    Coder,
+    Compression,
+    Entries,
+    Sent,
+    Sums,
+    Unit,
+    digest_of,
+    joined,
+)
 from .outer import MessageOutcome, OuterState, Residual, Trainer, specs_digest
-from .parameters import FlatBlock, Floats, parts
-from .wire import FORMAT, Coder, Entries, Unit, Wire, digest_of
+from .parameters import FlatBlock, is_finite, parts
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
@@ -37,11 +47,10 @@ class Handshake:
     """What a trainer sends when trainers meet.
 
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the
-    root of theta after it, ``momentum`` that of the outer momentum (both 64 hexadecimal digits).
-    ``messages`` are the digests of that round's messages, one per trainer, and ``specs`` is the
-    digest of its parameters (`specs_digest`). ``format`` is that of the handshake and of all
-    messages.
-    """
+    root of the global weights after it, ``momentum`` that of the outer momentum (both 64
+    hexadecimal digits). ``messages`` are the digests of that round's messages, one per trainer, and
+    ``specs`` is the digest of its parameters (`specs_digest`). ``format`` is that of the handshake
+    and of all messages."""
 
     settings: dict[str, Any]
     round: int
@@ -94,7 +103,7 @@ def outcome_of(
 class GroupRounds(Meeting):
     """One trainer's side of the rounds: all trainers of the group are in each of them."""
 
-    def __init__(self, exchange: Exchange, reduction: Reduction, trainer: Trainer) -> None:
+    def __init__(self, exchange: GroupExchange, reduction: Reduction, trainer: Trainer) -> None:
         self.joined = False
         self.group: TrainerGroup | None = None
         self._exchange, self._process_group = exchange, exchange.group
@@ -110,12 +119,13 @@ class GroupRounds(Meeting):
             own = Handshake(
                 settings=settings,
                 round=trainer.round,
-                root=digests["theta"].root,
+                root=digests["global"].root,
                 momentum=digests["momentum"].root,
                 messages=trainer.messages,
                 specs=specs_digest(trainer.parameters.specs, trainer.frozen.specs),
             )
-            gathered = group.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)
+            with logged_wait(f"waiting for {group.size - 1} trainers to enter, or to rejoin,"):
+                gathered = group.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)
             handshakes = [Handshake.parse(data) for data in gathered]
             group.progress.met()
             for rank, theirs in enumerate(handshakes):
@@ -124,9 +134,10 @@ class GroupRounds(Meeting):
                         f"trainer {rank} has other parameters or buffers, or trains others: names, "
                         "dtypes or shapes differ"
                     )
-                if theirs.settings != own.settings:
+                if differs := first_difference(theirs.settings, own.settings):
                     raise InputError(
-                        f"trainer {rank} runs with {theirs.settings}, this one with {own.settings}"
+                        f"trainer {rank} has other settings: {differs}",
+                        hint="Give all trainers the same.",
                     )
             # 2. The lowest rank in the latest round leads. Before the first round all states may
             # differ: each trainer still has its own weights.
@@ -143,11 +154,11 @@ class GroupRounds(Meeting):
             trainer.frozen.meet(group)
             # 3. Those behind the leader get its state, into copies: a trainer that is lost leaves
             # the others whole.
-            theta, momentum = state.theta, state.momentum
+            weights, momentum = state.weights, state.momentum
             if group.rank in behind:
-                theta, momentum = theta.copy(), momentum.copy()
+                weights, momentum = weights.copy(), momentum.copy()
             if behind:
-                group.broadcast(theta, leader)
+                group.broadcast(weights, leader)
                 group.broadcast(momentum, leader)
 
             # 4. Nothing that follows waits for another trainer, or can fail.
@@ -157,9 +168,9 @@ class GroupRounds(Meeting):
                     # stays in the residual.
                     residual, number = trainer.residual, trainer.round
                     if residual is not None and lead.round != number:
-                        sent, before = residual.pending_message, trainer.from_checkpoint
-                        residual.catch_up(outcome_of(sent, number, lead, from_checkpoint=before))
-                    trainer.take_up(lead.round, theta, momentum, lookahead, lead.messages)
+                        sent, before = residual.message, trainer.from_checkpoint
+                        residual.settle(outcome_of(sent, number, lead, from_checkpoint=before))
+                    trainer.take_up(lead.round, weights, momentum, lookahead, lead.messages)
                 trainer.from_checkpoint = False
                 self._reduction.forget()
 
@@ -177,9 +188,13 @@ class GroupRounds(Meeting):
             trainer.parameters.require()
             with phase("frozen"):
                 message_bytes = trainer.frozen.require_unchanged_on_all(group)
-            # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as
-            # they were.
-            pending = self._reduction.run(group, trainer.round, phase)
+            # 2. Gate, exchange. A failure up to here leaves the global weights, momentum and
+            # residual as they were.
+            closing = trainer.due == "closing"
+            with logged_wait(
+                f"round {trainer.round + 1}: waiting for the other {group.size - 1} trainers"
+            ):
+                pending = self._reduction.run(group, trainer.round, phase, closing=closing)
 
             # 3. The outer step. No interrupt comes between its parts.
             def take_effect() -> int:
@@ -189,12 +204,13 @@ class GroupRounds(Meeting):
                 return summed
 
             summed = trainer.whole(take_effect)
-            # 4. All have the same theta. After it has taken effect here: a trainer lost in the
-            # comparison leaves the others in a whole state.
+            # 4. All have the same global weights. After it has taken effect here: a trainer lost in
+            # the comparison leaves the others in a whole state.
             with phase("verify"):
-                theta = state.digest(state.theta)
-                group.require_same_root(trainer.round, theta, state.digests)
+                weights = state.digest(state.weights)
+                group.require_same_root(trainer.round, weights, state.digests)
         except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
+            trainer.due = ""  # a closing round is asked for again
             raise
         except BaseException as error:
             # This round's message may count with the others: no second try before the trainers have
@@ -210,7 +226,7 @@ class GroupRounds(Meeting):
             scattered=pending.scattered,
             payload_bytes=pending.payload_bytes + message_bytes,
             sent_bytes=group.sent_bytes - sent,
-            root=theta.root,
+            root=weights.root,
             seconds={},  # the caller's
         )
 
@@ -218,24 +234,9 @@ class GroupRounds(Meeting):
         if self.group is not None:
             self.group.progress.note(note)
 
-    def averaged(self) -> Floats:
-        group, state, residual = self._met(), self._trainer.state, self._reduction.residual
-        try:
-            found = state.theta.copy()
-            if residual is not None and residual.lookahead:
-                mean = _mean(group, state.parameters.blocks, residual.flat)
-                found -= np.multiply(residual.lookahead, mean, out=mean)
-            tree = state.digest(found)
-            group.require_same_root(self._trainer.round, tree, lambda: {"the averaged state": tree})
-        except (Diverged, CorruptMessage):  # on all trainers alike
-            raise
-        except BaseException as error:
-            self.leave(error)
-            raise
-        return found
-
     def move(self, group: dist.ProcessGroup | None) -> None:
         self._process_group = group
+        self.leave()
 
     def leave(self, error: BaseException | None = None) -> None:
         if self.group is not None:
@@ -254,59 +255,16 @@ class GroupRounds(Meeting):
         return self.group
 
 
-def _mean(group: TrainerGroup, blocks: Sequence[FlatBlock], residual: Floats) -> Floats:
-    """The mean of all trainers' residuals, summed in rank order, FP32. Each trainer sums a part of
-    every block. Raises TrainerLost, and CorruptMessage on all alike."""
-    mean, problem = np.empty_like(residual), None
-    for block in blocks:  # to the last one, whatever arrives: the others go on as well
-        flat, own = block.of(residual), b""
-        bounds = [len(flat) * rank // group.size for rank in range(group.size + 1)]
-        shares = [flat[start:stop].tobytes() for start, stop in pairwise(bounds)]
-        lengths = list(map(len, shares))
-        try:
-            arrived = group.all_to_all(shares, max_bytes=lengths)
-            _require_lengths(arrived, [lengths[group.rank]] * group.size)
-            total = np.zeros(lengths[group.rank] // 4, np.float32)
-            for message in arrived:
-                total += np.frombuffer(message, np.float32)
-            own = (total / np.float32(group.size)).tobytes()
-        except CorruptMessage as error:
-            problem = error
-        try:
-            means = group.all_gather(own, max_bytes=max(lengths))
-            _require_lengths(means, lengths)
-            block.of(mean)[:] = np.frombuffer(b"".join(means), np.float32)
-        except CorruptMessage as error:
-            problem = problem or error
-    failed = group.failures(problem)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise CorruptMessage(
-            f"trainer {failed[0]} could not read what it was sent for the averaged state"
-        )
-    return mean
-
-
-def _require_lengths(messages: Sequence[bytes], lengths: Sequence[int]) -> None:
-    for rank, (message, length) in enumerate(zip(messages, lengths, strict=True)):
-        if len(message) != length:
-            raise CorruptMessage(
-                f"trainer {rank} could not take part in the averaged state: it sent "
-                f"{len(message)} bytes, not {length}"
-            )
-
-
 # -- a round's reduction
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta,
-    momentum and the model what follows from them, the model's next start by the lookahead that it
-    gets, and returns the number of parameters whose sum is not 0. ``entries`` and ``payload_bytes``
-    are those of this trainer's own message; ``messages`` the digests of all trainers' messages, by
-    rank."""
+    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives the global
+    weights, momentum and the model what follows from them, the model's next start by the lookahead
+    that it gets, and returns the number of parameters whose sum is not 0. ``entries`` and
+    ``payload_bytes`` are those of this trainer's own message; ``messages`` the digests of all
+    trainers' messages, by rank."""
 
     entries: int
     payload_bytes: int
@@ -328,12 +286,12 @@ class Reduction(Protocol):
         """What all trainers must have in common."""
 
     def forget(self) -> None:
-        """Theta, momentum or the trainers have become others since the last round."""
+        """The global weights, momentum or the trainers have become others since the last round."""
 
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        """Exchanges the pseudo-gradients of the round after ``number``. Theta, momentum and
-        residual do not change yet. Raises NonFinite, CorruptMessage and Diverged on all trainers
-        alike, and TrainerLost."""
+    def run(self, group: TrainerGroup, number: int, phase: Phase, *, closing: bool) -> PendingRound:
+        """Exchanges the pseudo-gradients of the round after ``number``. The global weights,
+        momentum and residual do not change yet. Raises NonFinite, CorruptMessage and Diverged on
+        all trainers alike, and TrainerLost."""
 
 
 class DenseReduction:
@@ -349,23 +307,24 @@ class DenseReduction:
     def forget(self) -> None:
         pass
 
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+    def run(self, group: TrainerGroup, number: int, phase: Phase, *, closing: bool) -> PendingRound:
         state, parameters = self._state, self._state.parameters
-        total = np.empty_like(state.theta)
+        total = np.empty_like(state.weights)
         with phase("gate"):
             for block in parameters.blocks:
-                out, start = block.of(total), parameters.as_written(block, block.of(state.theta))
+                out, start = block.of(total), parameters.as_written(block, block.of(state.weights))
                 for part, segment in parts(block):
                     np.subtract(start[part], parameters.now(segment), out=out[part])
         with phase("exchange"):
             group.all_reduce(total)
-        # The sum is the same on all trainers, so all of them raise this, and before theta changes.
+        # The sum is the same on all trainers, so all of them raise this, and before the global
+        # weights change.
         if name := parameters.first_non_finite(total):
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
 
         def apply(_: np.float32) -> int:
             state.dense_step(total, group.size)
-            parameters.write(state.theta)
+            parameters.write(state.weights)
             return parameters.count
 
         return PendingRound(parameters.count, total.nbytes, apply, [])
@@ -374,8 +333,8 @@ class DenseReduction:
 class GroupReduction(GatedReduction):
     """PULSELoCo's in a group."""
 
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        return Transfer(self, group, number, phase).run()
+    def run(self, group: TrainerGroup, number: int, phase: Phase, *, closing: bool) -> PendingRound:
+        return Transfer(self, group, number, phase, closing=closing).run()
 
 
 def striped_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -391,89 +350,81 @@ def striped_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit
     return shares
 
 
-#: What theta moves against, by block and then in the order of the addition; the digests of all
-#: messages, by rank; and the bytes of this trainer's own.
-Reduced = tuple[list[list[Entries]], list[str], int]
-
-
 class Transfer:
     """One trainer's side of the transfer of the round after ``number``."""
 
     def __init__(
-        self, reduction: GatedReduction, group: TrainerGroup, number: int, phase: Phase
+        self,
+        reduction: GatedReduction,
+        group: TrainerGroup,
+        number: int,
+        phase: Phase,
+        *,
+        closing: bool,
     ) -> None:
         self._reduction, self._group, self._number, self._phase = reduction, group, number, phase
-        self._coder = reduction.coder(number)
+        self._coder, self._closing = reduction.coder(number), closing
         self._blocks = reduction.state.parameters.blocks
-        # What this trainer sends, by block, or the parameter for which it has nothing.
-        self._own: list[Entries] = []
-        self._bad: str | None = None
+        self._digests: list[str] = []
+        self._payload_bytes = 0
 
     def run(self) -> PendingRound:
         reduction, residual, group = self._reduction, self._reduction.residual, self._group
         # 1. The gate: the entries to send; the others, with what rounding loses, fill the next
         # residual.
-        residual.forget_message()
+        residual.sent(None)
         with self._phase("gate"):
-            own = reduction.message(self._number)
-        if isinstance(own, str):
-            self._bad = own
-        else:
-            self._own = own
+            own = reduction.message(closing=self._closing)
         # 2. To the owners of shares, or to all.
-        reduced: Reduced | None = None
-        gate: ReduceGate | None = None
+        sums: Sums | None = None
         try:
-            if reduction.gates_sums(group.size):
-                gate = reduction.reduce_gate(self._number)
-                residual.apply_withheld = gate.add_residual
-            if reduction.scatters(group.size):
-                reduced = self._scatter(gate)
-            scattered = reduced is not None
-            if reduced is None:  # by the rule, or for a sum that no message takes
-                residual.apply_withheld = None
-                reduced = self._gather()
+            if reduction.scatters(group.size) and not self._closing:
+                sums = self._scatter(own)
+            scattered = sums is not None
+            if sums is None:  # by the rule, or for a sum that no message takes
+                sums = self._gather(own)
         except (NonFinite, CorruptMessage, Diverged):
             # On all trainers alike: the message has counted with none.
-            residual.forget_message()
+            residual.sent(None)
             raise
         # 3. What is left cannot fail.
-        found, digests, payload_bytes = reduced
-        entries = sum(len(positions) for positions, _ in self._own)
-        apply = partial(reduction.step, self._number, found, group.size)
-        return PendingRound(entries, payload_bytes, apply, digests, scattered)
+        assert isinstance(own, Sent)
+        counted = MessageOutcome.COUNTED
+        apply = partial(reduction.step, sums, group.size, outcome=counted)
+        return PendingRound(own.size, self._payload_bytes, apply, self._digests, scattered)
 
-    def _gather(self) -> Reduced:
+    def _gather(self, own: Sent | str) -> Sums:
         """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of
         them alike."""
         group, units = self._group, [Unit(b, 0, b.stop - b.start) for b in self._blocks]
         # 1. One message to all.
         with self._phase("gate"):
-            message = self._message(units)
-            self._announce(digest_of(message))
+            message = self._message(units, own)
+            self._announce(own, digest_of(message), len(message))
         # 2. Read all messages. An error waits until all trainers have answered: none may end the
         # round alone.
         problem: CorruptMessage | None = None
+        sums: Sums | None = None
         messages: list[bytes] = []
-        found: list[list[Entries]] = [[] for _ in units]
         bad: str | None = None
         try:
             with self._phase("exchange"):
                 messages = group.all_gather(message, max_bytes=self._coder.max_bytes(units))
             bad = _not_finite(messages)
             if bad is None:
-                found = self._decoded(units, messages)
+                sums = self._added(units, messages, own)
         except CorruptMessage as error:
             problem = error
         # 3. All know what all have read, and raise alike, or none does.
         self._all_read(problem)
         if bad is not None:
             raise NonFinite(bad)
-        return found, [digest_of(m) for m in messages], len(message)
+        assert sums is not None
+        self._digests = [digest_of(m) for m in messages]
+        return sums
 
-    def _scatter(self, gate: ReduceGate | None) -> Reduced | None:
-        """Every trainer gets what falls in its share, and all get the sums, those that pass
-        ``gate`` if there is one. Raises as `_gather`.
+    def _scatter(self, own: Sent | str) -> Sums | None:
+        """Every trainer gets what falls in its share, and all get the sums. Raises as `_gather`.
 
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
@@ -482,46 +433,47 @@ class Transfer:
         mine = shares[rank]
         # 1. Entries go to the owners of their shares.
         with self._phase("gate"):
-            messages = [self._message(units) for units in shares]
+            messages = [self._message(units, own) for units in shares]
             digest = sha256(b"".join(sha256(part).digest() for part in messages)).hexdigest()
-            self._announce(digest)
+            self._announce(own, digest, sum(map(len, messages)))
         # 2. This trainer's share is added up. Nobody allocates more than a share can need, whatever
         # a message announces.
         problem: CorruptMessage | None = None
-        sums: list[Entries] | bytes = b""  # nothing: what arrived could not be read
+        sums: list[Entries] | None = None
+        answer = b""  # nothing: what arrived could not be read
+        coder = replace(self._coder, compression=Compression())
         limits = [self._coder.max_bytes(units) for units in shares]
         try:
             with self._phase("exchange"):
                 arrived = group.all_to_all(messages, max_bytes=limits)
             bad = _not_finite(arrived)
             if bad is not None:
-                sums = _NON_FINITE + bad.encode()
+                answer = _NON_FINITE + bad.encode()
             else:
-                summands = self._decoded(mine, arrived)
-                with self._phase("decode"):
-                    added = add_up(mine, summands, group.size, gate, self._coder.threads)
-                sums = _TOO_LARGE if added is None else added
+                sums = self._added(mine, arrived, own).steps
+                if not all(is_finite(values).all() for _, values in sums):
+                    answer, sums = _TOO_LARGE, None
         except CorruptMessage as error:
             problem = error
         # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait
         # for this trainer.
-        coder = replace(self._coder, wire=gate.wire if gate else Wire())
-        with self._phase("gate"):
-            answer = self._answer(coder, mine, sums, digest)
+        if sums is not None:
+            with self._phase("gate"):
+                answer = self._answer(coder, mine, sums, digest)
         answers: list[bytes] = []
         found: list[list[Entries]] = [[] for _ in self._blocks]
         try:
             with self._phase("exchange"):
                 max_answer = max(coder.max_bytes(units) for units in shares) + _SUMS_HEAD
                 answers = group.all_gather(answer, max_bytes=max_answer)
-            if not isinstance(sums, bytes) and all(a.startswith(_SUMS) for a in answers):
+            if sums is not None and all(a.startswith(_SUMS) for a in answers):
                 with self._phase("decode"):
                     for owner, (units, data) in enumerate(zip(shares, answers, strict=True)):
                         if len(data) < _SUMS_HEAD:
                             raise CorruptMessage("not a message of sums")
                         theirs = sums
                         if owner != rank:
-                            theirs = coder.decode_one(units, data[_SUMS_HEAD:])
+                            theirs = coder.decode(units, data[_SUMS_HEAD:]).entries
                         for unit, entries in zip(units, theirs, strict=True):
                             found[unit.block.number].append(unit.place(entries))
         except CorruptMessage as error:
@@ -536,40 +488,33 @@ class Transfer:
                 raise NonFinite(data.removeprefix(_NON_FINITE).decode(errors="replace"))
         if _TOO_LARGE in answers:
             return None
-        digests = [data[len(_SUMS) : _SUMS_HEAD].hex() for data in answers]
-        return found, digests, sum(map(len, messages))
+        self._digests = [data[len(_SUMS) : _SUMS_HEAD].hex() for data in answers]
+        return Sums(list(map(joined, found)), [NOTHING] * len(found), group.size)
 
-    def _message(self, units: Sequence[Unit]) -> bytes:
-        if self._bad is not None:
-            return _NON_FINITE + self._bad.encode()
-        return self._coder.encode(units, self._own_of(units))
+    def _message(self, units: Sequence[Unit], own: Sent | str) -> bytes:
+        if isinstance(own, str):
+            return _NON_FINITE + own.encode()
+        return self._coder.encode(units, own.of(units))
 
-    def _own_of(self, units: Sequence[Unit]) -> list[Entries]:
-        return [unit.take(self._own[unit.block.number]) for unit in units]
-
-    def _announce(self, digest: str) -> None:
+    def _announce(self, own: Sent | str, digest: str, nbytes: int) -> None:
         """Before the message is sent: it may count although this trainer fails."""
-        self._reduction.residual.pending_message = digest if self._bad is None else None
-
-    def _decoded(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
-        """The entries of all trainers, by unit, in rank order: sums of floats depend on it, and all
-        trainers must have the same bits. This trainer's own are not decoded."""
-        rank = self._group.rank
-        with self._phase("decode"):
-            others = [message for source, message in enumerate(messages) if source != rank]
-            found = self._coder.decode(units, others)
-            for of_unit, own in zip(found, self._own_of(units), strict=True):
-                of_unit.insert(rank, own)
-        return found
+        self._reduction.residual.sent(digest if isinstance(own, Sent) else None)
+        self._payload_bytes = nbytes
 
     def _answer(
-        self, coder: Coder, units: Sequence[Unit], sums: list[Entries] | bytes, digest: str
+        self, coder: Coder, units: Sequence[Unit], sums: list[Entries], digest: str
     ) -> bytes:
-        """The sums of a share, behind the digest of what this trainer has sent; or the word in
-        place of them."""
-        if isinstance(sums, bytes):
-            return sums
-        return _SUMS + bytes.fromhex(digest) + coder.encode(units, sums)
+        """The sums of a share, behind the digest of what this trainer has sent."""
+        return _SUMS + bytes.fromhex(digest) + coder.encode(units, Sent(sums))
+
+    def _added(self, units: Sequence[Unit], messages: Sequence[bytes], own: Sent | str) -> Sums:
+        """The sums of all trainers' entries, by unit, in rank order: sums of floats depend on it,
+        and all trainers must have the same bits. This trainer's own are not decoded."""
+        each: list[bytes | Sent] = list(messages)
+        if isinstance(own, Sent):
+            each[self._group.rank] = own.of(units)
+        with self._phase("decode"):
+            return self._coder.add_up(units, each)
 
     def _all_read(self, problem: CorruptMessage | None) -> None:
         """Raises CorruptMessage or Diverged on all trainers unless every one has read
@@ -578,7 +523,8 @@ class Transfer:
         with self._phase("exchange"):
             failed = group.failures(problem)
         if failed:
-            # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
+            # The global weights and momentum are part of the code: a trainer that holds others
+            # cannot decode it.
             group.require_same_tensors(self._number, self._reduction.state.digests)
             cause = problem or "their own errors say why"
             raise CorruptMessage(

@@ -1,5 +1,5 @@
 """PULSELoCo and DiLoCo. Both are one outer loop: local steps, then a round in which all trainers
-agree on the next theta (docs/loco.md, section 1)."""
+agree on the next global weights (docs/loco.md, section 1)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .._util.serial import NotCopyable
 from .._util.settings import checked_number
 from ..errors import InputError
 from ..store import Store
-from .exchange import Exchange, Meeting, Phase, Round, StoreExchange
+from .exchange import GroupExchange, Meeting, Phase, Round, StoreExchange
 from .gate import Gate, GatedReduction
 from .group import TrainerNote
 from .group_rounds import DenseReduction, GroupReduction, GroupRounds, Reduction
+from .messages import Compression, CompressionName
 from .outer import MAX_LOOKAHEAD, OuterState, Residual, Trainer
 from .parameters import Parameters
 from .store_rounds import StoreRounds
-from .wire import Wire
 
 _MAX_SECONDS = 30 * 86400.0  # torch counts in microseconds
 
@@ -72,6 +72,12 @@ class OuterLoop(NotCopyable):
         return self.trainer.round
 
     @property
+    def run(self) -> str:
+        """The ID of the run in the store that this trainer has joined, 32 hexadecimal digits; ""
+        before it has, and in a group."""
+        return self.trainer.run
+
+    @property
     def inner_step(self) -> int:
         """Inner steps of the round under way that are taken."""
         return self.trainer.inner_step
@@ -90,10 +96,14 @@ class OuterLoop(NotCopyable):
     def _after_step(self) -> None:
         self.trainer.inner_step += 1
         self.meeting.note(self._note())
-        if self.inner_step >= self.sync_every:
+        if self._is_due:
             self._run_round()
 
-    def _run_round(self) -> None:
+    @property
+    def _is_due(self) -> bool:
+        return bool(self.trainer.due) or self.inner_step >= self.sync_every
+
+    def _run_round(self, *, closing: bool = False) -> None:
         def run() -> Round | None:
             if not self.meeting.joined:
                 raise InputError(
@@ -101,16 +111,19 @@ class OuterLoop(NotCopyable):
                     hint="Enter it as a context manager; after TrainerLost, call rejoin() or "
                     "rewind().",
                 )
+            if closing:
+                self.trainer.due = "closing"
             return self._end_round(self.meeting.run)
 
-        self._lead_round(run, reads=True)
+        closes = closing or self.trainer.due == "closing"
+        self._lead_round(run, reported=not closes)
 
-    def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
+    def _lead_round(self, run: Callable[[], Round | None], *, reported: bool) -> None:
         # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model
         # holds meanwhile.
-        wanted = self.on_round is not None
+        wanted = self.on_round is not None and reported
         self._callback_wanted = self._ranks.any(wanted) if self._ranks else wanted
-        done = self._lead(run, reads=reads)
+        done = self._lead(run, reads=True)
         if done is None:
             return
         self.last_round = done
@@ -121,7 +134,7 @@ class OuterLoop(NotCopyable):
 
     def _end_round(self, call: Callable[[Phase, np.float32], Round | None]) -> Round | None:
         self._seconds = {}
-        # The callback gets theta in the model.
+        # The callback gets the global weights in the model.
         done = call(self._phase, np.float32(0) if self._callback_wanted else self._lookahead())
         self.meeting.note(self._note())
         if done is None:
@@ -142,10 +155,13 @@ class OuterLoop(NotCopyable):
             done = work()
             return asdict(done) if done else None
 
-        def take(counters: list[int]) -> None:
-            trainer.round, trainer.inner_step = counters
+        def counters() -> list[Any]:
+            return [trainer.round, trainer.inner_step, trainer.due, trainer.run]
 
-        found = ranks.lead(led, lambda: [trainer.round, trainer.inner_step], take)
+        def take(found: list[Any]) -> None:
+            trainer.round, trainer.inner_step, trainer.due, trainer.run = found
+
+        found = ranks.lead(led, counters, take)
         return Round(**found) if found else None
 
     def _require_state(self) -> None:
@@ -153,8 +169,8 @@ class OuterLoop(NotCopyable):
         if self._ranks and not self._ranks.leads:
             raise InputError(
                 "the first rank of this trainer has the outer state, and this is another one",
-                hint="On all ranks the model holds theta within global_weights(), and while "
-                "on_round is called.",
+                hint="On all ranks the model holds the global weights within global_weights(), and "
+                "while on_round is called.",
             )
 
     # -- joining and leaving
@@ -174,8 +190,6 @@ class OuterLoop(NotCopyable):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            if error is None:
-                self._lead_round(self._finish)
             if self._together(error):
                 self._restart()
         finally:
@@ -185,32 +199,24 @@ class OuterLoop(NotCopyable):
         """Whether the ranks of a sharded trainer are known to go on together after ``error``."""
         return error is None or self._ranks is None or self._ranks.is_common(error)
 
-    def _finish(self) -> Round | None:
-        due = self.meeting.joined and not self.inner_step
-        return self._end_round(self.meeting.finish) if due else None
-
     def close(self) -> None:
-        """Removes the hooks and leaves the group; the model holds theta, or the local steps of a
-        round under way. The others get TrainerLost in their next round."""
+        """Removes the hooks and leaves the group; the model holds the global weights, or the local
+        steps of a round under way. The others get TrainerLost in their next round."""
         self.__exit__(None, None, None)
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Continues with the trainers of ``group``, after TrainerLost or when trainers come or go.
 
         If one has died, torch.distributed must be reinitialized. All trainers must call this or
-        enter. A trainer that is behind gets theta and the outer momentum. A round that was due runs
-        at once; local steps that were not sent are not lost.
+        enter. A trainer that is behind gets the global weights and the outer momentum. A round that
+        was due runs at once; local steps that were not sent are not lost.
 
         Args:
             group: The trainers that go on. Default: all of torch.distributed.
         Raises: TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
 
-        def move() -> None:
-            self.meeting.move(group)
-            self.meeting.leave()
-
-        self._join(move)
+        self._join(lambda: self.meeting.move(group))
 
     def rewind(self) -> None:
         """Gives the model the start of the round, and discards the local steps since; where these
@@ -234,7 +240,7 @@ class OuterLoop(NotCopyable):
         self._lead(join, reads=True)
         # A trainer whose round failed has taken all its inner steps: it owes the round before it
         # may take another.
-        if self.inner_step >= self.sync_every:
+        if self._is_due:
             self._run_round()
 
     def _note(self) -> TrainerNote:
@@ -244,7 +250,7 @@ class OuterLoop(NotCopyable):
 
     def _lookahead(self) -> np.float32:
         """With what the next inner steps start: outside the loop, and where it is asked for, the
-        model holds theta."""
+        model holds the global weights."""
         residual = self.reduction.residual
         if residual is None or not self._hooks or self._in_global_weights:
             return np.float32(0)
@@ -263,18 +269,18 @@ class OuterLoop(NotCopyable):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Within, the model holds the global weights, theta, to be evaluated or published.
+        """Within, the model holds the global weights, to be evaluated or published.
 
         Otherwise the model may hold this trainer's own start of the next inner steps. An inner step
-        that is taken within starts from theta.
+        that is taken within starts from the global weights.
 
         Raises: InputError after the first inner step of a round.
         """
         if self.inner_step:
             raise InputError(
                 f"{self.inner_step} inner steps of the round are taken: the model is on its way",
-                hint="global_state() has theta at any time; on_round is called while the model "
-                "holds it.",
+                hint="global_state() has the global weights at any time; on_round is called while "
+                "the model holds them.",
             )
         if self._in_global_weights:
             yield
@@ -294,14 +300,14 @@ class OuterLoop(NotCopyable):
             failure = None
 
     def global_state(self) -> dict[str, torch.Tensor]:
-        """Theta, the global weights.
+        """The global weights.
 
         Returns: Tensors by name, FP32 on the host, in this object's memory: copy or cast them, do
             not write.
         Raises: InputError on a rank of a sharded trainer that is not the first.
         """
         self._require_state()
-        return self.trainer.settled(lambda: self.parameters.by_name(self.state.theta))
+        return self.trainer.settled(lambda: self.parameters.by_name(self.state.weights))
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What this trainer holds back so far; DiLoCo holds nothing back.
@@ -316,17 +322,17 @@ class OuterLoop(NotCopyable):
         return self.trainer.settled(lambda: self.parameters.by_name(residual.flat))
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
-        """Theta less what all trainers hold back: the mean of what their next inner steps start
-        from (docs/loco.md, 1.2).
+        """The global weights once nothing is held back: the mean of what the trainers' next inner
+        steps start from.
 
-        Keep it at the end of a training, when there is no round left for what is late; it changes
-        nothing here. All trainers call it, within the ``with``, between rounds; a call on some only
-        ends their processes, as any collective does that others do not take part in. It costs a
-        dense all-reduce, or nothing without a lookahead, where it is theta.
+        Runs a closing round, in which each trainer sends its whole residual once (docs/loco.md,
+        1.2). Call it at the end of a training, on all trainers, between rounds. The training may go
+        on from there. Without a lookahead nothing is sent: these are the global weights as they
+        are.
 
-        Returns: Tensors by name, FP32 on the host, the same bits on all trainers.
-        Raises: InputError during a round, and where trainers meet over a store. TrainerLost,
-            CorruptMessage and Diverged as a round does.
+        Returns: Tensors by name, FP32 on the host, the same bits on all trainers. Of a sharded
+            trainer the first rank has them, the others nothing.
+        Raises: InputError during a round; what a round raises.
         """
         if self.inner_step:
             raise InputError(
@@ -334,12 +340,15 @@ class OuterLoop(NotCopyable):
                 "the last one",
                 hint="Call it on all trainers after a round, before the next inner step.",
             )
-        return self.parameters.by_name(self.meeting.averaged())
+        residual = self.reduction.residual
+        if residual is not None and residual.lookahead:
+            self._run_round(closing=True)
+        return {} if self._ranks and not self._ranks.leads else self.global_state()
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, residual and counters.
+        """The global weights, outer momentum, residual and counters.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
         together resume to the same bits.
@@ -354,9 +363,9 @@ class OuterLoop(NotCopyable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, before the first round or after it.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its
-        own checkpoint, as frozen parameters and buffers always are. All ranks of a sharded trainer
-        call it.
+        At a round's boundary (``inner_step`` 0) the model gets the global weights; mid-round it is
+        left to its own checkpoint, as frozen parameters and buffers always are. All ranks of a
+        sharded trainer call it.
 
         Args:
             state: What was saved. Of a sharded trainer the first rank's counts.
@@ -365,10 +374,10 @@ class OuterLoop(NotCopyable):
 
         def restore() -> None:
             load = self.trainer.loaded(state)
-            self.meeting.rest()
 
             def take_up() -> None:
                 load(self._lookahead())
+                self.meeting.reset()
                 self.reduction.forget()
 
             self.trainer.whole(take_up)
@@ -394,13 +403,15 @@ class PulseLoCo(OuterLoop):
     Algorithm 2; docs/loco.md).
 
     A round follows ``sync_every`` inner steps from ``start`` to ``w``. With ``s = (start - w) +
-    residual``, the entries with ``cast(theta) != cast(theta - s)`` are sent and leave the residual,
-    where theta stands for the global weights. Theta takes one Nesterov step along the mean over all
-    trainers, summed in rank order, and the model gets the next start. Between rounds the model may
-    hold this trainer's own start: evaluate and publish the global weights, which the model holds
-    while ``on_round`` is called and within `global_weights`.
+    residual``, the entries with ``cast(global) != cast(global - s)`` are sent and leave the
+    residual, where ``global`` stands for the global weights. These take one Nesterov step along the
+    mean over all trainers, summed in rank order, and the model gets the next start. Between rounds
+    the model may hold this trainer's own start: evaluate and publish the global weights, which the
+    model holds while ``on_round`` is called and within `global_weights`.
 
-    Memory on the host: 17 bytes per parameter, and 8 for each entry that a round receives.
+    Memory on the host next to the model: 17 bytes per parameter, 8 for each entry that this trainer
+    sends and for each parameter that anybody sends, and the messages. They are decoded block by
+    block.
 
     Args:
         model: A module, or a mapping of names to the FP32 or BF16 tensors that are trained. Frozen
@@ -412,15 +423,16 @@ class PulseLoCo(OuterLoop):
         sync_every: Inner steps in a round.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step, in [0, 1).
-        lookahead: The inner steps start from ``theta - lookahead * residual``, so that no trainer
+        lookahead: The inner steps start from ``global - lookahead * residual``, so that no trainer
             learns again what it holds back. "auto" is ``outer_lr / (1 - outer_momentum)``, at most
             1024; 0 is the paper's (docs/loco.md, 1.1).
         gate_dtype: The dtype that inference computes in.
-        over: What the trainers meet over. A process group, or an `Exchange`; default: all of
+        exchange: How the trainers meet. A process group, or a `GroupExchange`; default: all of
             torch.distributed, without it this trainer alone. Or a store: its address, a store, or
             a `StoreExchange`. Over a store a round does not wait for stragglers; they lose nothing.
-        overlap: 1 exchanges a round over a store behind the inner steps of the next one
-            (docs/loco.md, 7.1).
+        compression: How values travel: "fp32" exactly; "bf16", "e8m2" and "e8m0" rounded to 7, 2
+            and 0 explicit bits of mantissa next to sign and exponent. Entropy coded, a value takes
+            about nine, four and two bits. The residual keeps what rounding loses.
         on_round: Called with a `Round` after each round, while the model holds the global weights.
     Raises: InputError for settings out of range and parameters that cannot be trained, and
         UnsupportedTensor, with the name, for tensors that cannot be kept equal. From inside the
@@ -434,51 +446,39 @@ class PulseLoCo(OuterLoop):
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
-        sync_every: int,
+        sync_every: int = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         lookahead: float | Literal["auto"] = "auto",
         gate_dtype: torch.dtype = torch.bfloat16,
-        over: dist.ProcessGroup | Exchange | Store | str | StoreExchange | None = None,
-        overlap: int = 0,
+        exchange: dist.ProcessGroup | GroupExchange | Store | str | StoreExchange | None = None,
+        compression: CompressionName = "e8m2",
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
-        exchange: Exchange | StoreExchange
         rank_seconds: float | None = None
-        if over is None or isinstance(over, (dist.ProcessGroup, Exchange)):
-            exchange = _exchange_of(over)
-        elif isinstance(over, StoreExchange):
-            exchange = over
-        else:
-            exchange = StoreExchange(over)
+        if exchange is None or isinstance(exchange, dist.ProcessGroup):
+            exchange = GroupExchange(exchange)
+        elif not isinstance(exchange, (GroupExchange, StoreExchange)):
+            exchange = StoreExchange(exchange)
         if isinstance(exchange, StoreExchange):
             # The ranks of a trainer wait for that which speaks for them, and may wait for two
             # rounds.
-            seconds = 600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds)
+            seconds = 600 + 2 * (exchange.timeout_seconds + exchange.grace_seconds)
             rank_seconds = min(seconds, _MAX_SECONDS)
         parameters = Parameters(model, inner_optimizer, rank_seconds)
         state = OuterState(parameters, outer_lr, outer_momentum)
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_LOOKAHEAD)
-        if overlap not in (0, 1) or (overlap and not isinstance(exchange, StoreExchange)):
-            raise InputError(
-                f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1."
-            )
-        if exchange.sweep and not lookahead:
-            raise InputError(
-                "a sweep without a lookahead overshoots",
-                hint='Leave lookahead at "auto", or sweep out.',
-            )
         ahead = checked_number("lookahead", lookahead, maximum=MAX_LOOKAHEAD)
-        residual = Residual(state, ahead, overlap=bool(overlap))
-        trainer, gate = Trainer(state, residual), Gate(gate_dtype, exchange.sweep)
+        residual = Residual(state, ahead)
+        trainer, gate = Trainer(state, residual), Gate(gate_dtype)
         self.reduction: GatedReduction
         meeting: Meeting
         if isinstance(exchange, StoreExchange):
-            reduction = GatedReduction(state, residual, gate, Wire(exchange.wire))
+            reduction = GatedReduction(state, residual, gate, Compression(compression))
             meeting = StoreRounds(exchange, reduction, trainer)
         else:
-            reduction = GroupReduction(state, residual, gate, Wire(exchange.wire))
+            reduction = GroupReduction(state, residual, gate, Compression(compression))
             meeting = GroupRounds(exchange, reduction, trainer)
         super().__init__(trainer, reduction, meeting, sync_every=sync_every, on_round=on_round)
         self.lookahead = residual.lookahead
@@ -495,7 +495,7 @@ class DiLoCo(OuterLoop):
         sync_every: Inner steps in a round.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step, in [0, 1).
-        over: A process group, or an `Exchange`, of which ``group`` and ``timeout_seconds`` count.
+        exchange: A process group, or a `GroupExchange`; default: all of torch.distributed.
         on_round: Called with a `Round` after each round.
     Raises: As `PulseLoCo`.
     """
@@ -505,18 +505,15 @@ class DiLoCo(OuterLoop):
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
-        sync_every: int,
+        sync_every: int = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        over: dist.ProcessGroup | Exchange | None = None,
+        exchange: dist.ProcessGroup | GroupExchange | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         trainer, reduction = Trainer(state, None), DenseReduction(state)
-        meeting = GroupRounds(_exchange_of(over), reduction, trainer)
+        if not isinstance(exchange, GroupExchange):
+            exchange = GroupExchange(exchange)
+        meeting = GroupRounds(exchange, reduction, trainer)
         super().__init__(trainer, reduction, meeting, sync_every=sync_every, on_round=on_round)
-
-
-def _exchange_of(over: dist.ProcessGroup | Exchange | None) -> Exchange:
-    """A process group gets the default settings."""
-    return over if isinstance(over, Exchange) else Exchange(group=over)

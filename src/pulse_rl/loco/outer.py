@@ -1,5 +1,5 @@
-"""What one trainer brings from round to round: theta and its momentum, the residual, and what the
-next inner steps start from (docs/loco.md, sections 1, 1.2 and 5)."""
+"""What one trainer brings from round to round: the global weights and their momentum, the residual,
+and what the next inner steps start from (docs/loco.md, sections 1, 1.2 and 5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..errors import InputError, NonFinite, StateMismatch
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import TensorSpec
 from .parameters import FlatBlock, Floats, FrozenTensors, Parameters, is_finite, parts
-from .wire import Entries, Unit
 
 MAX_LOOKAHEAD = 1024.0
 
@@ -27,8 +26,8 @@ T = TypeVar("T")
 
 
 class OuterState:
-    """Theta and the outer momentum, FP32 in host memory, flat in the order of ``parameters``;
-    Nesterov SGD on them.
+    """The global weights and the outer momentum, FP32 in host memory, flat in the order of
+    ``parameters``; Nesterov SGD on them.
 
     Raises InputError for an ``lr`` that is not above 0, and a ``momentum`` out of [0, 1)."""
 
@@ -39,7 +38,7 @@ class OuterState:
         self.threads: int | None = None
         if parameters.ranks:
             parameters.ranks.collect()
-        self.theta = parameters.read()
+        self.weights = parameters.read()
         self.momentum = np.zeros(parameters.count, np.float32)
 
     def settings(self) -> dict[str, object]:
@@ -54,13 +53,13 @@ class OuterState:
         return state_digest(self.parameters.state(flat), threads=self.threads)
 
     def digests(self) -> dict[str, StateDigest]:
-        return {"theta": self.digest(self.theta), "momentum": self.digest(self.momentum)}
+        return {"global": self.digest(self.weights), "momentum": self.digest(self.momentum)}
 
     def dense_step(self, total: Floats, trainers: int) -> None:
         """One step along ``total`` / ``trainers``."""
 
         def step(block: FlatBlock) -> None:
-            arrays = block.of(self.theta), block.of(self.momentum), block.of(total)
+            arrays = block.of(self.weights), block.of(self.momentum), block.of(total)
             outer_step(*arrays, trainers, self.lr, self.mu)
 
         self.each_block(step)
@@ -75,30 +74,40 @@ class MessageOutcome(Enum):
 
 
 class Residual:
-    """What one trainer has not sent: error feedback. ``flat`` is that of the last round; a round
-    fills ``next`` and leaves ``flat`` as it is until it takes effect.
+    """What one trainer has not sent: error feedback. ``flat`` is that of the last round; a message
+    fills ``next`` and leaves ``flat`` as it is until it is known what became of it.
 
-    ``lookahead``: inner steps start from ``theta - lookahead * flat``; ``started_with`` is that of
+    ``lookahead``: inner steps start from ``global - lookahead * flat``; ``started_with`` is that of
     the steps under way.
     """
 
-    def __init__(self, state: OuterState, lookahead: float, *, overlap: bool = False) -> None:
+    def __init__(self, state: OuterState, lookahead: float) -> None:
         self._state = state
         self.flat = np.zeros(state.parameters.count, np.float32)
-        self.next = np.empty_like(state.theta)
+        self.next = np.empty_like(state.weights)
         self.lookahead, self.started_with = np.float32(lookahead), np.float32(0)
-        # The digest of the message that was sent in a round that has not taken effect here.
-        self.pending_message: str | None = None
-        # Whether ``flat`` is all that has not counted: with the message on its way, and steps that
-        # no message had yet. With ``overlap`` it is, else where this trainer was left out of a
-        # round.
-        self.overlap = self.includes_sent = overlap
-        # The entries, by block, of the message on its way, or of one that would be sent now; from
-        # theta and ``flat``.
-        self.find_sendable_entries: Callable[[], Sequence[Entries]] = tuple
-        self._sendable_entries: Sequence[Entries] | None = None
-        # Adds what a gate of sums held back here in the round under way.
-        self.apply_withheld: Callable[[Floats], None] | None = None
+        #: The digest of the message that was sent in a round that has not taken effect here.
+        self.message: str | None = None
+
+    def sent(self, digest: str | None) -> None:
+        """Note the message before it leaves: it may count although this trainer fails."""
+        self.message = digest
+
+    def settle(self, outcome: MessageOutcome) -> None:
+        """Take up what became of the message, and of the inner steps under way (docs/loco.md,
+        section 5). The global weights are still those of the last round."""
+        match outcome:
+            case MessageOutcome.COUNTED:
+                # The old residual's memory takes the next one: two arrays, and no copy.
+                self.flat, self.next = self.next, self.flat
+            case MessageOutcome.UNKNOWN:
+                self.flat.fill(0)
+            case MessageOutcome.NOT_COUNTED:
+                for block in self._state.parameters.blocks:
+                    s = self._steps(block)
+                    s += block.of(self.flat)
+                    np.copyto(block.of(self.flat), s, where=is_finite(s))
+        self.message = None
 
     def write_start(self, lookahead: np.float32) -> None:
         """Gives the model what its next inner steps start from."""
@@ -109,94 +118,28 @@ class Residual:
                 state.parameters.give(segment, partial(self._fill_start, block, part))
 
         if lookahead:
-            self._require_sendable_entries()
             state.each_block(write)
         else:
-            state.parameters.write(state.theta)
+            state.parameters.write(state.weights)
 
-    def _require_sendable_entries(self) -> None:
-        if self.includes_sent and self._sendable_entries is None:
-            self._sendable_entries = self.find_sendable_entries()
+    def require_finite_steps(self) -> None:
+        """Raises NonFinite where the model's weights, and so the inner steps, are not finite."""
+
+        def require(block: FlatBlock) -> None:
+            if not (finite := is_finite(self._steps(block))).all():
+                name = self._state.parameters.name_at(block.start + int(np.argmin(finite)))
+                raise NonFinite(f"the pseudo-gradient of {name!r} is not finite")
+
+        self._state.each_block(require)
 
     def _fill_start(self, block: FlatBlock, part: slice, out: Floats) -> None:
-        """Fills ``out`` with what the steps under way start from, with a lookahead. What is due
-        counts once: it is as much as any round's steps, and soon moves theta."""
+        """Fills ``out`` with what the steps under way start from, with a lookahead."""
         np.multiply(self.started_with, block.of(self.flat)[part], out=out)
-        np.subtract(block.of(self._state.theta)[part], out, out=out)
-        if self._sendable_entries is not None:
-            sendable = self._sendable_entries[block.number]
-            places, values = Unit(block, part.start, part.stop).take(sendable)
-            out[places] += (self.started_with - np.float32(1)) * values
-
-    def complete_next(self) -> None:
-        """What was held back of sums is part of what the next steps start from."""
-        if self.apply_withheld is not None:
-            self.apply_withheld(self.next)
-
-    def take_next(self) -> None:
-        """The round has taken effect, or its message has counted."""
-        # The old residual's memory takes the next one: two arrays, and no copy.
-        self.complete_next()
-        self.flat, self.next = self.next, self.flat
-        self.forget_message()
-
-    def discard(self) -> None:
-        """Gives up what was not sent, steps that are part of it among them."""
-        self.flat.fill(0)
-        self.forget_message()
-
-    def forget_message(self) -> None:
-        self.pending_message = self.apply_withheld = self._sendable_entries = None
-        self.includes_sent = self.overlap
-
-    def settle(self, outcome: MessageOutcome, sent: Sequence[Entries], *, steps: bool) -> None:
-        """The end of a round where ``flat`` includes what was sent. The message that was on its way
-        had the entries ``sent``, by block: what has counted, or may have, leaves ``flat``, and the
-        inner ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing
-        changed."""
-        if steps:
-            self._require_sendable_entries()
-            self._state.each_block(self._require_finite_steps)
-
-        def work(block: FlatBlock) -> None:
-            flat = block.of(self.flat)
-            learned = self._steps(block) if steps else np.zeros_like(flat)
-            if outcome == MessageOutcome.UNKNOWN:
-                flat.fill(0)
-            elif outcome == MessageOutcome.COUNTED:
-                places, values = sent[block.number]
-                flat[places] -= values
-            flat += learned
-
-        self._state.each_block(work)
-        self.forget_message()
-
-    def catch_up(self, outcome: MessageOutcome) -> None:
-        """After a round whose end this trainer did not see (docs/loco.md, section 5): what it has
-        not sent stays, what counted, or may have counted, does not. Theta is still that of the last
-        round it has seen."""
-        match outcome:
-            case MessageOutcome.COUNTED:
-                self.take_next()
-            case MessageOutcome.UNKNOWN:
-                self.flat.fill(0)
-            case MessageOutcome.NOT_COUNTED:
-                for block in self._state.parameters.blocks:
-                    s = self._steps(block)
-                    s += block.of(self.flat)
-                    np.copyto(block.of(self.flat), s, where=is_finite(s))
-        self.forget_message()
-
-    def _require_finite_steps(self, block: FlatBlock) -> None:
-        parameters, now = self._state.parameters, block.of(self.next)
-        parameters.read_block(block, now)
-        if not (finite := is_finite(now)).all():
-            name = parameters.name_at(block.start + int(np.argmin(finite)))
-            raise NonFinite(f"the pseudo-gradient of {name!r} is not finite")
+        np.subtract(block.of(self._state.weights)[part], out, out=out)
 
     def _steps(self, block: FlatBlock) -> Floats:
         """The block's local steps: what they started from, less what the model holds."""
-        parameters, start = self._state.parameters, block.of(self._state.theta)
+        parameters, start = self._state.parameters, block.of(self._state.weights)
         s = np.empty_like(start)
         if self.started_with:
             start = np.empty_like(start)
@@ -216,23 +159,28 @@ def specs_digest(
 
 
 class Trainer:
-    """Theta and momentum (``state``), the ``residual`` if there is error feedback, what no
-    optimizer trains of the model, and the counters of the round under way."""
+    """The global weights and momentum (``state``), the ``residual`` if there is error feedback,
+    what no optimizer trains of the model, and the counters of the round under way."""
 
     def __init__(self, state: OuterState, residual: Residual | None) -> None:
         self.state, self.residual, self.parameters = state, residual, state.parameters
         self.frozen = FrozenTensors(self.parameters)
         self._serial = SerialThread("PulseLoCo")
         self.round = self.inner_step = 0
-        #: Among trainers that meet in a store; a checkpoint keeps it.
         self.name = ""
+        #: Whether the name was given, so that another trainer's checkpoint is none of its own.
+        self.is_named = False
         #: The digests of the last round's messages.
         self.messages: list[str] = []
         # The others may have completed rounds since this state was saved, with messages that it
         # knows nothing of.
         self.from_checkpoint = False
-        #: The round in which it came back from a checkpoint of inner steps.
-        self.restored_in: int | None = None
+        #: The run and the name under which this trainer meets others in a store, "" elsewhere.
+        #: A checkpoint keeps both.
+        self.run = ""
+        #: What is to be sent before the next inner step: "round" once inner steps are in the
+        #: residual already, "closing" for a closing round; "" while inner steps are taken.
+        self.due = ""
 
     def whole(self, work: Callable[[], T]) -> T:
         """``work``, which no interrupt parts."""
@@ -245,41 +193,40 @@ class Trainer:
     # -- what the model holds
 
     def load_model_weights(self) -> None:
-        """Before the first round theta is what the model holds: it may have been loaded since this
-        was made."""
+        """Before the first round the global weights are what the model holds: they may have been
+        loaded since this was made."""
         if self.round == 0 and not self.from_checkpoint:
-            self.state.theta[:] = self.parameters.read()
+            self.state.weights[:] = self.parameters.read()
 
     def write_start(self, lookahead: np.float32) -> None:
         """Gives the model its local start; all of it, as the model may hold anything."""
         if self.residual is not None:
             self.residual.write_start(lookahead)
         else:
-            self.parameters.write(self.state.theta)
+            self.parameters.write(self.state.weights)
 
     def rewind(self, lookahead: np.float32) -> None:
         """Gives the model the start of the round."""
-        self.inner_step = 0
-        self.restored_in = None
+        self.inner_step, self.due = 0, ""
         self.write_start(lookahead)
 
     def complete_round(self, messages: list[str]) -> None:
         self.messages = messages
-        self.round, self.inner_step = self.round + 1, 0
+        self.round, self.inner_step, self.due = self.round + 1, 0, ""
 
     # -- joining
 
     def take_up(
         self,
         number: int,
-        theta: Floats,
+        weights: Floats,
         momentum: Floats,
         lookahead: np.float32,
         messages: Sequence[str] = (),
     ) -> None:
         """Takes the outer state after round ``number``; local steps are discarded, the residual
         stays."""
-        self.state.theta[:], self.state.momentum[:] = theta, momentum
+        self.state.weights[:], self.state.momentum[:] = weights, momentum
         self.round, self.messages = number, list(messages)
         self.rewind(lookahead)
 
@@ -294,14 +241,12 @@ class Trainer:
             "messages": list(self.messages),
         }
         if self.name:
-            saved["trainer"] = self.name
+            saved |= {"trainer": self.name, "run": self.run}
         for key, flat in self._arrays().items():
             views = self.parameters.by_name(flat)
             saved[key] = {name: view.clone() for name, view in views.items()}
         if residual is not None and residual.started_with:
             saved["started_with"] = float(residual.started_with)
-        if residual is not None and residual.includes_sent:
-            saved["message"] = residual.pending_message
         return saved
 
     def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
@@ -314,14 +259,17 @@ class Trainer:
         ahead = saved.get("started_with", 0.0)
         if not isinstance(ahead, float) or not 0 <= ahead <= MAX_LOOKAHEAD:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
-        message = saved.get("message")
-        if message is not None and not isinstance(message, str):
-            raise StateMismatch(f"the saved state's message is {message!r}, no digest")
         counters, messages = (saved["round"], saved["inner_step"]), saved["messages"]
         good = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
         if not (good and all(isinstance(n, int) and n >= 0 for n in counters)):
             raise StateMismatch(
                 f"the saved state's counters {counters} or messages are not what they should be"
+            )
+        owner = saved.get("trainer")
+        if self.is_named and owner not in (None, self.name):
+            raise StateMismatch(
+                f"this is the saved state of trainer {owner!r}, not of {self.name!r}",
+                hint="Load each trainer's own checkpoint. A new trainer needs none.",
             )
         for key, flat in fresh.items():
             self.parameters.load(saved[key], flat, f"saved {key}")
@@ -330,15 +278,11 @@ class Trainer:
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
             (self.round, self.inner_step), self.messages = counters, list(messages)
-            self.from_checkpoint = True
-            self.restored_in = self.round if self.inner_step else None
-            if self.name and isinstance(saved.get("trainer"), str):
-                self.name = saved["trainer"]
+            self.from_checkpoint, self.due = True, ""
+            if self.name and isinstance(owner, str):
+                self.name, self.run = owner, str(saved.get("run", ""))
             if self.residual is not None:
-                self.residual.forget_message()
-                if self.name:  # over a store
-                    self.residual.pending_message = message
-                    self.residual.includes_sent = "message" in saved
+                self.residual.sent(None)
                 self.residual.started_with = np.float32(ahead)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
                 self.rewind(lookahead)
@@ -346,13 +290,14 @@ class Trainer:
         return load
 
     def require_finite(self) -> None:
-        """Raises NonFinite where theta is not finite."""
-        if name := self.parameters.first_non_finite(self.state.theta):
+        """Raises NonFinite where the global weights are not finite."""
+        if name := self.parameters.first_non_finite(self.state.weights):
             raise NonFinite(
-                f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf."
+                f"the global weights are not finite at {name!r}",
+                hint="Start from weights without NaN and Inf.",
             )
 
     def _arrays(self) -> dict[str, Floats]:
         """The flat arrays that a checkpoint holds."""
         held_back = {} if self.residual is None else {"residual": self.residual.flat}
-        return {"theta": self.state.theta, "momentum": self.state.momentum, **held_back}
+        return {"global": self.state.weights, "momentum": self.state.momentum, **held_back}

@@ -162,7 +162,7 @@ def _unchanged(gradients: Gradients) -> bool:
 
 def is_finite(values: Floats) -> npt.NDArray[np.bool_]:
     """Which values count as finite: not NaN and below 2^64 in magnitude (a few larger ones make
-    theta infinite)."""
+    the global weights infinite)."""
     return np.abs(values) < 2.0**64
 
 
@@ -232,7 +232,7 @@ class Parameters:
                     raise UnsupportedTensor(
                         f"parameter {name!r} is sharded over ranks that would each be a trainer "
                         "of a process group",
-                        hint="Give over= in place of group=: over a store all ranks of such a "
+                        hint="Give a store as exchange=: over a store all ranks of such a "
                         "model are one trainer.",
                     )
                 require_dense(p, f"parameter {name!r}")

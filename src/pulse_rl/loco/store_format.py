@@ -8,9 +8,9 @@ import json
 import logging
 import math
 import re
-import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -25,9 +25,9 @@ from ..store import Store
 from ..store.base import create_or_confirm, is_name, whole
 from ..stream.manifest import Signature
 from ..stream.signing import Signer, TrustedKeys
+from .messages import Sent
 from .outer import OuterState
 from .parameters import Floats
-from .wire import Entries
 
 _log = logging.getLogger("pulse_rl")
 FORMAT = 1
@@ -37,122 +37,65 @@ MAX_REFUSED = 256
 TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 POST = re.compile(rf"({TRAINER.pattern})\.([0-9a-f]{{64}})")
 _MAGIC = b"PLSP"
-_ROOT_AT, _SIGNATURE_AT, _PARTS_AT = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) + 96
-_PART = struct.Struct("<QQd32s")
+_ROOT_AT, _SIGNATURE_AT, _DIGEST_AT = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) + 96
+HEAD_BYTES = _DIGEST_AT + 32
 _UNSIGNED = bytes(64)
-MAX_SUMS_HEAD = 1 << 20
 # Characters of a reason that a close has room for.
 _REASON = 200
 
 
 class RoundKey(NamedTuple):
-    """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root``
-    before the round."""
+    """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and the ``root`` of the
+    global weights before the round."""
 
     run: str
     round: int
     trainer: str
     root: str
 
-    def signed(self, parts: bytes) -> bytes:
-        """What a signature is of."""
-        words = f"{self.run} {self.round} {self.trainer} {self.root} {sha256(parts).hexdigest()}"
+    def signed(self, digest: bytes) -> bytes:
+        """What a signature is of; ``digest`` is the message's SHA-256."""
+        words = f"{self.run} {self.round} {self.trainer} {self.root} {digest.hex()}"
         return f"pulse.loco.post.1 {words}".encode()
 
 
-class Part(NamedTuple):
-    """What a post has for one share: a message of so many ``nbytes`` and ``entries``, the sum of
-    whose ``squares`` is this, and its ``digest``."""
-
-    nbytes: int
-    entries: int
-    squares: float
-    digest: bytes
-
-    @classmethod
-    def of(cls, message: bytes, entries: Sequence[Entries]) -> Self:
-        count = sum(len(places) for places, _ in entries)
-        return cls(len(message), count, squares_of(entries), sha256(message).digest())
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedMessage:
-    """The parts of a post, by share, as its head has them: of many trainers they are many."""
-
-    table: bytes
-
-    @classmethod
-    def of(cls, parts: Iterable[Part]) -> Self:
-        return cls(b"".join(_PART.pack(*part) for part in parts))
-
-    def __len__(self) -> int:
-        return len(self.table) // _PART.size
-
-    def __iter__(self) -> Iterator[Part]:
-        return map(Part._make, _PART.iter_unpack(self.table))
-
-    def __getitem__(self, share: int) -> Part:
-        return Part._make(_PART.unpack_from(self.table, _PART.size * share))
-
-
-def squares_of(entries: Sequence[Entries]) -> float:
-    """The sum of the squares of all values, the same number on every machine: in FP64, where a
-    square is exact, added up in order."""
+def norm_of(sent: Sent) -> float:
+    """The L2 norm of all values, the same number on every machine: in FP64, where a square is
+    exact, added up in order."""
     total = 0.0
-    for _, values in entries:
+    for _, values in sent.entries:
         if len(values):
             squares = np.square(values, dtype=np.float64)
             squares[0] += total
             total = float(np.add.accumulate(squares)[-1])
-    return total
-
-
-def norm(squares: Iterable[float]) -> float:
-    """The root of the sum, the same number on every machine and by every Python: `sum` may
-    compensate."""
-    total = 0.0
-    for each in squares:
-        total += each
     return math.sqrt(total)
 
 
-def head_bytes(shares: int) -> int:
-    """How long the head of a post with so many shares is."""
-    return _PARTS_AT + _PART.size * shares
+def write_head(place: RoundKey, digest: bytes, signer: Signer | None) -> bytes:
+    """The first bytes of a post, before the message with this ``digest``."""
+    signed = signer.signature(place.signed(digest)).value if signer else ""
+    return _MAGIC + bytes.fromhex(place.root) + (bytes.fromhex(signed) or _UNSIGNED) + digest
 
 
-def write_head(place: RoundKey, parts: Iterable[Part], signer: Signer | None) -> bytes:
-    table = ShardedMessage.of(parts).table
-    signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
-    return _MAGIC + bytes.fromhex(place.root) + signature + table
-
-
-def read_head(
-    data: bytes, nbytes: int, place: RoundKey, trusted: TrustedKeys | None, shares: int
-) -> ShardedMessage:
-    """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it
+def read_head(data: bytes, place: RoundKey, trusted: TrustedKeys | None) -> bytes:
+    """The digest of the message of a post that begins with ``data``. Raises CorruptMessage where it
     belongs elsewhere, and Untrusted unless the trainer, which is named by its key, is one of the
     ``trusted`` and has signed it."""
-    if len(data) < head_bytes(shares) or data[:_ROOT_AT] != _MAGIC:
+    if len(data) < HEAD_BYTES or data[:_ROOT_AT] != _MAGIC:
         raise CorruptMessage("it is no post")
     if data[_ROOT_AT:_SIGNATURE_AT].hex() != place.root:
-        raise CorruptMessage("it is of another theta")
-    table = data[_PARTS_AT : head_bytes(shares)]
+        raise CorruptMessage("it is of other global weights")
+    digest = data[_DIGEST_AT:HEAD_BYTES]
     if trusted:
-        found = data[_SIGNATURE_AT:_PARTS_AT]
+        found = data[_SIGNATURE_AT:_DIGEST_AT]
         signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
-        trusted.check_message(place.signed(table), signature, "it")
-    parts = ShardedMessage(table)
-    if head_bytes(shares) + sum(part.nbytes for part in parts) != nbytes:
-        raise CorruptMessage("its parts do not add up to it")
-    if not all(0 <= part.squares < math.inf for part in parts):
-        raise CorruptMessage("its head has a norm that is none")
-    return parts
+        trusted.check_message(place.signed(digest), signature, "it")
+    return digest
 
 
 class Upload(NamedTuple):
     """The message that a trainer has put for a round; ``sha256`` is that of its head, which has
-    those of its parts."""
+    the message's."""
 
     trainer: str
     sha256: str
@@ -170,12 +113,12 @@ class Refused(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Close:
     """The end of the round after ``round`` others of a ``run``: whose messages count, in the order
-    in which they are added up, and which were ``refused``. ``theta`` is the root of theta before
-    it."""
+    in which they are added up, and which were ``refused``. ``root`` is that of the global weights
+    before it."""
 
     run: str
     round: int
-    theta: str
+    root: str
     posts: tuple[Upload, ...]
     refused: tuple[Refused, ...] = ()
 
@@ -219,50 +162,6 @@ class Close:
         if why is None:
             return "this trainer's message came too late"
         return f"this trainer's message was refused: {why}"
-
-
-class ShareSums(NamedTuple):
-    """The sums of a ``share`` in a round, as its ``trainer`` has made them: a ``message``, or
-    nothing where a sum is more than one takes. ``left_out``: whose part could not be read, and why.
-    ``theta``: its root before the round."""
-
-    run: str
-    round: int
-    share: int
-    theta: str
-    trainer: str
-    left_out: tuple[tuple[str, str], ...]
-    message: bytes
-
-    def to_bytes(self, signer: Signer | None) -> bytes:
-        fields = self._asdict() | {
-            "left_out": [[name, reason[:_REASON]] for name, reason in self.left_out],
-            "message": sha256(self.message).hexdigest(),
-        }
-        return sealed("sums", fields, signer) + b"\n" + self.message
-
-    @classmethod
-    def parse(
-        cls, data: bytes, name: str, place: RoundKey, share: int, trusted: TrustedKeys | None
-    ) -> Self:
-        """Raises CorruptMessage unless ``data`` has the sums of the share in the round of
-        ``place``, and Untrusted."""
-        end = data.find(b"\n", 0, MAX_SUMS_HEAD)
-        head, message = data[: max(end, 0)], data[end + 1 :]
-        fields = unsealed(head, "sums", name, trusted, by="trainer")
-        try:
-            left_out = tuple((str(who), str(reason)) for who, reason in fields["left_out"])
-            where, trainer = (place.run, place.round, share, place.root), str(fields["trainer"])
-            found = cls(*where, trainer, left_out, message)
-            said = (fields["run"], fields["round"], fields["share"], fields["theta"])
-            good = said == where and fields["message"] == sha256(message).hexdigest()
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptMessage(f"{name} cannot be read: {error}") from None
-        if not good:
-            raise CorruptMessage(
-                f"{name} has not the sums of share {share} in round {place.round} of this run"
-            )
-        return found
 
 
 def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:
@@ -318,17 +217,17 @@ def _signed(seal: str) -> bytes:
 
 
 _RUN = "loco/run.json"
-_POSTS, _CLOSED, _SUMS = "loco/posts", "loco/closed", "loco/sums"
+_POSTS, _CLOSED, _LEFT = "loco/posts", "loco/closed", "loco/left"
 _SNAPSHOTS, _PIECES = "loco/snapshots", "loco/pieces"
 _MAX_RUN_BYTES = 1 << 20
 _MAX_LEFT = 100_000
 # So many of the newest are looked at for one that is good.
 _MAX_SNAPSHOTS = 100
-# Elements of theta or momentum in one object of a snapshot.
+# Elements of the global weights or momentum in one object of a snapshot.
 _PIECE = 16 << 20
 
 
-#: The root of theta, theta and momentum.
+#: The root of the global weights, these, and the momentum.
 Snapshot = tuple[str, Floats, Floats]
 
 _POLL_SECONDS = (0.05, 5.0)
@@ -348,7 +247,7 @@ def pieces_of(snapshot: Any) -> set[str]:
     """The names of the pieces that a snapshot's ``fields`` tell of, as far as they are of this
     format."""
     try:
-        named = [*snapshot["theta"]["pieces"], *snapshot["momentum"]["pieces"]]
+        named = [*snapshot["global"]["pieces"], *snapshot["momentum"]["pieces"]]
         return set(filter(is_name, named))
     except (KeyError, TypeError):
         return set()
@@ -408,13 +307,6 @@ class RunStore:
             if match and (self.trusted is None or match[1] in self.trusted.keys):
                 yield Upload(match[1], match[2], info.nbytes)
 
-    def has_post(self, number: int, trainer: str, digest: str) -> bool:
-        try:
-            self._store.head(self._post_name(number, Upload(trainer, digest, 0)))
-        except NotFound:
-            return False
-        return True
-
     def put_post(self, number: int, post: Upload, data: bytes) -> None:
         self._store.put(self._post_name(number, post), data)
         self.sent_bytes += len(data)
@@ -435,35 +327,37 @@ class RunStore:
     def _post_name(number: int, post: Upload) -> str:
         return f"{_POSTS}/{number:012d}/{post.trainer}.{post.sha256}"
 
-    # -- sums
+    # -- who has left
 
-    def sums(self, number: int) -> dict[int, int]:
-        """The shares of a round whose sums there are, and how long these are."""
-        found = {}
-        for info in islice(self._store.list(f"{_SUMS}/{number:012d}"), _MAX_LEFT):
-            stem = info.name.rpartition("/")[2]
-            is_share = stem.isascii() and stem.isdecimal()
-            if is_share and info.name == self._sums_name(number, int(stem)):
-                found[int(stem)] = info.nbytes
+    def leave(self, number: int, trainer: str) -> None:
+        """Notes that a trainer leaves before the round after ``number`` others."""
+        fields = {"run": self.run, "round": number, "trainer": trainer}
+        self._store.put(self._left_name(number, trainer), sealed("left", fields, self.signer))
+
+    def come_back(self, number: int, trainer: str) -> None:
+        self._store.delete(self._left_name(number, trainer))
+
+    def left(self, number: int, members: Collection[str]) -> set[str]:
+        """Those of the ``members`` that have left before the round after ``number`` others."""
+        found = set()
+        for info in islice(self._store.list(f"{_LEFT}/{number:012d}"), _MAX_LEFT):
+            trainer = info.name.rpartition("/")[2]
+            fields = {"run": self.run, "round": number, "trainer": trainer}
+            if trainer in members:
+                with suppress(CorruptMessage, Untrusted, NotFound):
+                    if fields.items() <= self._json("left", info.name, by="trainer").items():
+                        found.add(trainer)
         return found
 
-    def share_sums(self, place: RoundKey, share: int, nbytes: int) -> ShareSums:
-        name = self._sums_name(place.round, share)
-        return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self.trusted)
-
-    def put_sums(self, sums: ShareSums) -> bool:
-        """Stores the sums of a share, unless it has some; whether these are in the store."""
-        return self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self.signer))
-
     @staticmethod
-    def _sums_name(number: int, share: int) -> str:
-        return f"{_SUMS}/{number:012d}/{share:04d}"
+    def _left_name(number: int, trainer: str) -> str:
+        return f"{_LEFT}/{number:012d}/{trainer}"
 
     # -- snapshots
 
     def keep_snapshot(self, number: int) -> None:
-        """Stores theta and momentum after so many rounds: who is new or far behind reads less, and
-        older posts go."""
+        """Stores the global weights and momentum after so many rounds: who is new or far behind
+        reads less, and older posts go."""
         before, kept = next(self.snapshots(), (0, {}))
         if before >= number:
             return
@@ -478,11 +372,11 @@ class RunStore:
             self._left_objects = True
 
     def _clean(self, before: int, needed: set[str]) -> None:
-        """Deletes the posts, sums and snapshots that are older than the snapshot of ``before``
-        rounds, but for the ``needed`` pieces."""
-        # Nobody needs a message of those rounds any more, nor sums. What closed them stays: a round
-        # is never closed a second time.
-        for folder in (_POSTS, _SUMS):
+        """Deletes the posts and snapshots that are older than the snapshot of ``before`` rounds,
+        but for the ``needed`` pieces."""
+        # Nobody needs a message of those rounds any more. What closed them stays: a round is never
+        # closed a second time.
+        for folder in (_POSTS, _LEFT):
             for info in islice(self._store.list(folder), _MAX_LEFT):
                 of = info.name.split("/")[2]
                 if of.isdecimal() and int(of) < before:
@@ -513,8 +407,8 @@ class RunStore:
         """The snapshot after ``number`` rounds that
         ``fields`` tell of; None where the root is ``unless``."""
         try:
-            roots = [fields[what]["root"] for what in ("theta", "momentum")]
-            pieces = [list(fields[what]["pieces"]) for what in ("theta", "momentum")]
+            roots = [fields[what]["root"] for what in ("global", "momentum")]
+            pieces = [list(fields[what]["pieces"]) for what in ("global", "momentum")]
             good = fields["round"] == number
         except (KeyError, TypeError):
             good = False
@@ -522,13 +416,13 @@ class RunStore:
             raise CorruptMessage(f"the snapshot of round {number} is not of this format")
         if roots[0] == unless:
             return None
-        theta, momentum = (self._flat(*each) for each in zip(roots, pieces, strict=True))
-        return roots[0], theta, momentum
+        weights, momentum = (self._flat(*each) for each in zip(roots, pieces, strict=True))
+        return roots[0], weights, momentum
 
     def _put_state(self, number: int) -> dict[str, Any]:
-        """Stores theta and momentum as they are; returns what tells others of them."""
+        """Stores the global weights and momentum as they are; returns what tells others of them."""
         fields: dict[str, Any] = {"round": number}
-        for what, flat in (("theta", self._state.theta), ("momentum", self._state.momentum)):
+        for what, flat in (("global", self._state.weights), ("momentum", self._state.momentum)):
             pieces = []
             for start in range(0, len(flat), _PIECE):
                 data = flat[start : start + _PIECE].tobytes()
@@ -539,7 +433,7 @@ class RunStore:
         return fields
 
     def _flat(self, root: str, pieces: list[Any]) -> Floats:
-        flat = np.empty_like(self._state.theta)
+        flat = np.empty_like(self._state.weights)
         starts = range(0, len(flat), _PIECE)
         if len(pieces) != len(starts):
             raise CorruptMessage(f"a snapshot has {len(pieces)} pieces, not {len(starts)}")
@@ -559,8 +453,8 @@ class RunStore:
         self.sent_bytes += len(data)
         return create_or_confirm(self._store, name, data)
 
-    def _json(self, kind: str, name: str) -> dict[str, Any]:
-        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self.trusted)
+    def _json(self, kind: str, name: str, *, by: str | None = None) -> dict[str, Any]:
+        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self.trusted, by=by)
 
     def _bytes(self, name: str, most: int) -> bytes:
         nbytes = self._store.head(name).nbytes

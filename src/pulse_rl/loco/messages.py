@@ -8,13 +8,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
 from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .._native import Malformed, decode_entries, encode_entries, shared_octaves
+from .._native import Malformed, decode_entries, encode_entries, shared_octaves, sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError
 from ..state.cast import Rounding
@@ -23,8 +22,9 @@ from .parameters import FlatBlock, Floats, Positions
 MAGIC = b"PLSL"
 FORMAT = 1
 _HEADER = struct.Struct("<4sBBHQQI")
-WireName = Literal["FP32", "BF16", "int4", "int2"]
-_MANTISSA: dict[WireName, int] = {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}
+_CLOSING = 1
+CompressionName = Literal["fp32", "bf16", "e8m2", "e8m0"]
+_MANTISSA: dict[CompressionName, int] = {"fp32": 23, "bf16": 7, "e8m2": 2, "e8m0": 0}
 
 #: The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are
 #: for.
@@ -34,6 +34,15 @@ N = TypeVar("N", np.float32, np.uint8)
 
 #: Ascending positions in a block and the FP32 values there.
 Entries = tuple[Positions, Floats]
+NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
+
+
+def joined(entries: Sequence[Entries]) -> Entries:
+    """Those of the units of a block, which follow each other, as one."""
+    if len(entries) == 1:
+        return entries[0]
+    places, values = zip(*entries, strict=True) if entries else ((NOTHING[0],), (NOTHING[1],))
+    return np.concatenate(places), np.concatenate(values)
 
 
 class Unit(NamedTuple):
@@ -59,25 +68,26 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Compression:
     """How values travel: FP32 exactly, or rounded to fewer bits of mantissa, to nearest, ties to
     even."""
 
-    name: WireName = "FP32"
+    name: CompressionName = "fp32"
 
     def __post_init__(self) -> None:
         if self.name not in _MANTISSA:
-            raise InputError(f"wire is {self.name!r}", hint=f"Use one of: {', '.join(_MANTISSA)}.")
+            raise InputError(
+                f"compression is {self.name!r}", hint=f"Use one of: {', '.join(_MANTISSA)}."
+            )
 
     @property
     def mantissa(self) -> int:
-        """Explicit bits of the values' mantissa: what a message says of its wire."""
+        """Explicit bits of the values' mantissa: what a message says of it."""
         return _MANTISSA[self.name]
 
     @property
     def few_bits(self) -> bool:
-        """Whether messages are so short that a sweep can be paid for, and that FP32 sums would be
-        most of a round."""
+        """Whether messages are so short that FP32 sums would be most of a round."""
         return self.mantissa <= 2
 
     def round(self, values: Floats) -> Floats:
@@ -96,12 +106,13 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is
-    `Wire.mantissa`."""
+    """What one trainer sends in a round: a payload for each block, in order. ``mantissa``
+    is `Compression.mantissa`; ``closing``: it is all of a residual (docs/loco.md, 1.2)."""
 
     round: int
-    wire: int
+    mantissa: int
     payloads: Sequence[bytes | memoryview]
+    closing: bool = False
 
     def to_bytes(self) -> bytes:
         """The message with a random number in it: two trainers may send the same payloads, and
@@ -109,7 +120,9 @@ class Message:
         # A trainer that was lost asks by the digest whether its message has counted
         # (`group_rounds.outcome_of`).
         nonce = int.from_bytes(os.urandom(8), "little")
-        header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
+        header = _HEADER.pack(
+            MAGIC, FORMAT, self.mantissa, self.closing, self.round, nonce, len(self.payloads)
+        )
         lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))
         return b"".join([header, lengths, *self.payloads])
 
@@ -119,8 +132,8 @@ class Message:
         it."""
         if len(data) < _HEADER.size + 4 * blocks:
             raise CorruptMessage(f"a message of {len(data)} bytes is too short for {blocks} blocks")
-        magic, format_, wire, reserved, number, _, count = _HEADER.unpack_from(data)
-        if (magic, format_, reserved, count) != (MAGIC, FORMAT, 0, blocks):
+        magic, format_, mantissa, flags, number, _, count = _HEADER.unpack_from(data)
+        if (magic, format_, count) != (MAGIC, FORMAT, blocks) or flags > _CLOSING:
             raise CorruptMessage("not a message of this format for these parameters")
         lengths = struct.unpack_from(f"<{blocks}I", data, _HEADER.size)
         at = _HEADER.size + 4 * blocks
@@ -130,7 +143,7 @@ class Message:
         for length in lengths:
             payloads.append(view[at : at + length])
             at += length
-        return cls(number, wire, payloads)
+        return cls(number, mantissa, payloads, bool(flags))
 
 
 def digest_of(message: bytes) -> str:
@@ -139,8 +152,8 @@ def digest_of(message: bytes) -> str:
 
 
 class Classes:
-    """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as
-    they are known: a byte for each. What changes theta or momentum must renew or forget them."""
+    """The classes of all parameters of ``blocks`` by the present global weights and momentum, as
+    far as they are known: a byte for each. What changes these must renew or forget them."""
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self._flat = np.empty(blocks[-1].stop, np.uint8)
@@ -160,70 +173,112 @@ class Classes:
         return None if octaves is None else (unit.of(self._flat), octaves)
 
 
+class Sent(NamedTuple):
+    """The entries of one message, by unit; ``closing`` as in `Message`."""
+
+    entries: list[Entries]
+    closing: bool = False
+
+    def of(self, units: Sequence[Unit]) -> Sent:
+        """Those of a message by block that are in the ``units``."""
+        found = [unit.take(self.entries[unit.block.number]) for unit in units]
+        return Sent(found, self.closing)
+
+    @property
+    def size(self) -> int:
+        return sum(len(positions) for positions, _ in self.entries)
+
+
+class Sums(NamedTuple):
+    """Sums of the entries of messages, added up in their order: those of ``steps``, by unit, of
+    so many ``steppers``; and those of ``closing`` messages."""
+
+    steps: list[Entries]
+    closing: list[Entries]
+    steppers: int
+
+
 @dataclass(frozen=True)
 class Coder:
-    """Codes entries against the theta and momentum of the round after ``round``."""
+    """Codes entries against the global weights and momentum of the round after ``round``."""
 
     round: int
-    theta: Floats
+    weights: Floats
     momentum: Floats
     rounding: Rounding
-    wire: Wire
+    compression: Compression
     classes: Classes
     threads: int | None
 
-    def encode(self, units: Sequence[Unit], entries: Sequence[Entries]) -> bytes:
-        """The message of the ``entries`` of each unit; values must be results of `Wire.round`."""
-        return self.encode_each([units], [entries])[0]
-
-    def encode_each(
-        self, shares: Sequence[Sequence[Unit]], entries: Sequence[Sequence[Entries]]
-    ) -> list[bytes]:
-        """A message for each share, of the ``entries`` of each of its units."""
+    def encode(self, units: Sequence[Unit], sent: Sent) -> bytes:
+        """The message of the entries of each unit; values are results of `Compression.round`."""
 
         def encode(item: tuple[Unit, Entries]) -> bytes:
             unit, found = item
-            theta, momentum = unit.of(self.theta), unit.of(self.momentum)
+            weights, momentum = unit.of(self.weights), unit.of(self.momentum)
             known = self.classes.of(unit)
-            return encode_entries(theta, momentum, self.rounding, *found, self.wire.mantissa, known)
+            return encode_entries(
+                weights, momentum, self.rounding, *found, self.compression.mantissa, known
+            )
 
-        items = [
-            each for pair in zip(shares, entries, strict=True) for each in zip(*pair, strict=True)
-        ]
-        payloads = ordered_map(encode, items, self.threads)
-        return [
-            Message(self.round, self.wire.mantissa, list(islice(payloads, len(units)))).to_bytes()
-            for units in shares
-        ]
+        payloads = ordered_map(encode, list(zip(units, sent.entries, strict=True)), self.threads)
+        return Message(
+            self.round, self.compression.mantissa, list(payloads), closing=sent.closing
+        ).to_bytes()
 
-    def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
-        """The entries of each unit, by message. Raises CorruptMessage."""
+    def decode(self, units: Sequence[Unit], message: bytes) -> Sent:
+        """The entries of a message. Raises CorruptMessage."""
+        parsed = self._parsed(units, message)
+        found = ordered_map(
+            lambda number: self._entries(units[number], number, [parsed])[0],
+            list(range(len(units))),
+            self.threads,
+        )
+        return Sent(list(found), parsed.closing)
+
+    def add_up(self, units: Sequence[Unit], messages: Sequence[bytes | Sent]) -> Sums:
+        """The sums of all messages. Decodes a unit of all of them, adds it up, and goes on to the
+        next: entries of all messages at once would be most of a round's memory. Raises
+        CorruptMessage."""
         # All that is fixed is checked before any payload is decoded.
-        parsed = [Message.parse(m, len(units)) for m in messages]
-        for message in parsed:
-            if message.round != self.round or message.wire != self.wire.mantissa:
-                raise CorruptMessage(
-                    f"a message of round {message.round}, wire {message.wire} in round {self.round}"
-                )
+        parsed = [m if isinstance(m, Sent) else self._parsed(units, m) for m in messages]
+        coded = [message for message in parsed if isinstance(message, Message)]
 
-        def decode(number: int) -> list[Entries]:
+        def add(number: int) -> tuple[Entries, Entries]:
             unit = units[number]
-            views = [np.frombuffer(message.payloads[number], np.uint8) for message in parsed]
-            theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            known = self.classes.of(unit)
-            try:
-                return decode_entries(
-                    views, theta, momentum, self.rounding, self.wire.mantissa, known
-                )
-            except Malformed as error:
-                raise CorruptMessage(str(error)) from None
+            decoded = iter(self._entries(unit, number, coded))
+            found: tuple[list[Entries], list[Entries]] = ([], [])
+            for message in parsed:
+                own = message.entries[number] if isinstance(message, Sent) else next(decoded)
+                found[message.closing].append(own)
+            steps, closing = (sum_entries(each, unit.stop - unit.start) for each in found)
+            return steps, closing
 
-        return list(ordered_map(decode, list(range(len(units))), self.threads))
-
-    def decode_one(self, units: Sequence[Unit], message: bytes) -> list[Entries]:
-        """The entries of each unit in one message. Raises CorruptMessage."""
-        return [entries for (entries,) in self.decode(units, [message])]
+        sums = list(ordered_map(add, list(range(len(units))), self.threads))
+        steppers = sum(not message.closing for message in parsed)
+        return Sums([steps for steps, _ in sums], [closing for _, closing in sums], steppers)
 
     def max_bytes(self, units: Sequence[Unit]) -> int:
         """No message is longer: an entry takes at most 10 bytes, a unit's head less than 4 KiB."""
         return 10 * sum(unit.stop - unit.start for unit in units) + 4096 * (1 + len(units))
+
+    def _parsed(self, units: Sequence[Unit], data: bytes) -> Message:
+        message = Message.parse(data, len(units))
+        if message.round != self.round or message.mantissa != self.compression.mantissa:
+            raise CorruptMessage(
+                f"a message of round {message.round}, of {message.mantissa} bits of mantissa, in "
+                f"round {self.round}"
+            )
+        return message
+
+    def _entries(self, unit: Unit, number: int, messages: Sequence[Message]) -> list[Entries]:
+        """What each message has for a unit."""
+        views = [np.frombuffer(message.payloads[number], np.uint8) for message in messages]
+        weights, momentum = unit.of(self.weights), unit.of(self.momentum)
+        known = self.classes.of(unit)
+        try:
+            return decode_entries(
+                views, weights, momentum, self.rounding, self.compression.mantissa, known
+            )
+        except Malformed as error:
+            raise CorruptMessage(str(error)) from None
