@@ -7,6 +7,7 @@ Without a GPU a stand-in for torch's streams and tensors shows what is asked of 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -200,6 +201,35 @@ def test_page_locked_memory_is_asked_for_in_pieces(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can lock pages for a device")
 def test_without_page_locked_memory_it_is_ordinary() -> None:
     assert [a.size for a in pinned([3, 0, 100])] == [3, 0, 100]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16"])
+def test_a_step_never_waits_for_the_bus(cuda: Device, dtype: str) -> None:
+    """Nor for what the host has to cast."""
+    current, _ = cuda
+    weight = torch.randn(LARGE, dtype=torch.float64 if dtype == "BF16" else torch.float32)
+    with staging(MemoryStore(), stream="policy", copy_on_device=True) as publisher:
+        submission = publisher.submit({"weight": on_device(weight)}, dtype=dtype)
+        before = [stream.done for stream in Stream.made if stream is not current]
+        current.run()
+        assert [stream.done for stream in Stream.made if stream is not current] == before
+        Stream.gate.set()
+        submission.result(20)
+
+
+def test_to_replace_a_version_does_not_wait_for_the_device(cuda: Device) -> None:
+    current, _ = cuda
+    weight = torch.randn(LARGE).bfloat16()
+    with staging(MemoryStore(), stream="policy", copy_on_device=True) as publisher:
+        late = threading.Timer(10, Stream.gate.set)
+        late.start()
+        for _ in range(4):
+            last = publisher.submit({"weight": on_device(weight)}, replace=True)
+        assert not Stream.gate.is_set(), "the host has waited"
+        late.cancel()
+        current.run()
+        Stream.gate.set()
+        last.result(20)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
