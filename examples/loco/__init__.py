@@ -3,9 +3,9 @@ workers.
 
 ``python -m examples.loco`` (``make demo-loco``) starts four trainers with ``torchrun``. Each trains
 an FP32 model on rollouts of its own with its own Adam; every ``sync_every`` inner steps one outer
-round inside ``optimizer.step()`` brings them to the same theta. Only then rank 0 publishes theta,
-in BF16, to a store that is a folder. Two workers follow it, and put rollouts for the trainers into
-the same store. At the end the roots of all six models are compared.
+round inside ``optimizer.step()`` brings them to the same global weights. Only then rank 0
+publishes them, in BF16, to a store that is a folder. Two workers follow it, and put rollouts for
+the trainers into the same store. At the end the roots of all six models are compared.
 
 What PULSELoCo changes in a training loop is one line, ``with PulseLoCo(...)``, in `trainer`. A
 trainer that is killed (``--kill trainer-2@5``) does no harm: ``torchrun`` starts the trainers

@@ -28,7 +28,7 @@ from .settings import Settings
 LEGEND = """
 density of one trainer's gate and its payload, a mean; how many times less that is than a payload of
 DiLoCo and of DDP; patch to the workers, and against a full sync; rounds that rollouts lag behind;
-time of the outer round; theta's root"""
+time of the outer round; the root of the global weights"""
 
 
 class Run(Orchestrator):
@@ -45,7 +45,7 @@ class Run(Orchestrator):
         self._columns = Columns(
             round=5, steps=5, reward=6, density=7, payload_kB=10, vs_DiLoCo=9, vs_DDP=6,
             patch_kB=8, vs_full=7, lag=3,
-            outer_ms=8, theta=12, same_on=7,
+            outer_ms=8, weights=12, same_on=7,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -156,7 +156,7 @@ class Run(Orchestrator):
             f"  reward     {self.reward:.3f} -> {self.results['trainer-0']['reward']:.3f} on the "
             "same problems"
         )
-        print(f"  rollouts   at most {max(row['lag'] for row in rows)} rounds behind theta")
+        print(f"  rollouts   at most {max(row['lag'] for row in rows)} rounds behind")
         print(
             f"  density    {mean(row['density'] for row in rows):.2%} of the entries passed a "
             "trainer's gate"
@@ -194,7 +194,7 @@ def compare_weights(settings: Settings, folder: RunFolder, results: dict[str, Ev
     store = pulse_rl.open_store(folder.store_address)
     first = results["trainer-0"]
     print(
-        f"  theta      {first['theta']}  FP32, after round {settings.rounds}, on {len(results)} "
+        f"  weights    {first['weights']}  FP32, after round {settings.rounds}, on {len(results)} "
         "trainers"
     )
     roots = {name: results[name]["root"] for name in settings.trainer_names}
@@ -204,11 +204,11 @@ def compare_weights(settings: Settings, folder: RunFolder, results: dict[str, Ev
         "  (trainers: their live FP32 models rounded to BF16; workers: their live models; "
         "newcomer: from the store)"
     )
-    if len({result["theta"] for result in results.values()}) > 1:
+    if len({result["weights"] for result in results.values()}) > 1:
         raise RunFailed("the weights differ")
     print(
-        f"\nall {settings.trainers} trainers hold the same theta, and every worker its BF16 "
-        "values, bit for bit"
+        f"\nall {settings.trainers} trainers hold the same global weights, and every worker their "
+        "BF16 values, bit for bit"
     )
 
 

@@ -109,7 +109,7 @@ class Trainer:
             self.lags.append(newest - batch.origin.version)
         return batch
 
-    # -- between rounds, when the model holds theta
+    # -- between rounds, when the model holds the global weights
 
     def _end_round(self, done: Round) -> None:
         """Saves, and only then publishes: a published version is never ahead of all checkpoints."""
@@ -136,8 +136,8 @@ class Trainer:
         self.inbox.finish()
 
     def _publish(self, facts: Mapping[str, float]) -> Published | None:
-        """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were
-        made with it."""
+        """Rank 0 publishes the global weights in BF16; every trainer notes their root, to know
+        rollouts that were made with them."""
         version = self.loco.round
         self.roots[version] = self._serve()
         if self.publisher is None:
@@ -155,7 +155,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Replaces the checkpoint. The model has no place in it: at a round's end it follows from
-        theta.
+        the global weights.
 
         Not synced to disk: this is against killed processes, not against power cuts.
         """
@@ -166,8 +166,8 @@ class Trainer:
         aside.replace(self.checkpoint)
 
     def _start(self) -> None:
-        """The trainers have met. What is theta now becomes the stream's newest version, unless it
-        is that already."""
+        """The trainers have met. The global weights become the stream's newest version, unless they
+        are that already."""
         if not self.checkpoint.exists():
             self._save()
         with self.loco.global_weights():
@@ -183,9 +183,13 @@ class Trainer:
 
     def _report(self) -> None:
         """What this trainer's live model is at the end, hashed once more."""
-        theta = pulse_rl.state_root(self.model.state_dict())
+        weights = pulse_rl.state_root(self.model.state_dict())
         self.journal.write(
-            "result", round=self.loco.round, theta=theta, root=self._serve(), reward=self._reward()
+            "result",
+            round=self.loco.round,
+            weights=weights,
+            root=self._serve(),
+            reward=self._reward(),
         )
 
     def _reward(self) -> float | None:

@@ -1,5 +1,5 @@
-"""A rollout worker: that of `examples.grpo`. It follows theta, which the trainers have in common
-after each round."""
+"""A rollout worker: that of `examples.grpo`. It follows the global weights, which the trainers have
+in common after each round."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def journal(folder: RunFolder, trainer: str) -> list[dict[str, object]]:
 def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_path: Path) -> None:
     options = f"{SMALL_LOCO} --sft-steps 10 --patience 60 --kill trainer-1@1".split()
     said = ran("-m", "examples.loco", "--run", tmp_path, *options)
-    assert "all 2 trainers hold the same theta" in said
+    assert "all 2 trainers hold the same global weights" in said
 
     folder = RunFolder(tmp_path)
     settings = Settings.load(folder.settings)
@@ -62,11 +62,11 @@ def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_pa
         name: lines[-1] for name, lines in zip(settings.trainer_names, journals, strict=True)
     }
     one, other = results.values()
-    assert one["theta"] == other["theta"] != one["root"]
+    assert one["weights"] == other["weights"] != one["root"]
 
     compare_weights(settings, folder, results)
     with pytest.raises(RunFailed, match="differ"):
-        compare_weights(settings, folder, {**results, "trainer-1": other | {"theta": "0" * 64}})
+        compare_weights(settings, folder, {**results, "trainer-1": other | {"weights": "0" * 64}})
     report = tmp_path / f"store/reports/worker-0/{settings.rounds:012d}.json"
     report.write_text(json.dumps(json.loads(report.read_text()) | {"root": "0" * 64}))
     with pytest.raises(RunFailed, match="differ"):
