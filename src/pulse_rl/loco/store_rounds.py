@@ -80,10 +80,6 @@ class State(Enum):
     REFUSED = "refused"
 
 
-class _AllLeft(TrainerLost):
-    """All trainers of the round before have left."""
-
-
 class StoreRounds(Meeting):
     """One trainer's side of the rounds of a run."""
 
@@ -116,6 +112,8 @@ class StoreRounds(Meeting):
         self._first_round: int | None = None
         self._discarded: set[str] = set()
         self._since_snapshot = self._reported_bytes = 0
+        #: Whether the last wait ended because all trainers of the round before have left.
+        self._left_alone = False
 
     # -- joining
 
@@ -300,11 +298,11 @@ class StoreRounds(Meeting):
                 self._store.put_post(self._trainer.round, self._own.post, self._own.data)
                 try:
                     close = self._wait()
-                except _AllLeft as error:
+                except TrainerLost:
                     # The others have ended before this straggler: it has all that they did. The
                     # next call raises this.
-                    if done is None:
-                        raise TrainerLost(str(error), hint=error.hint) from None
+                    if done is None or not self._left_alone:
+                        raise
                     return done
 
     def _write(self) -> None:
@@ -320,6 +318,7 @@ class StoreRounds(Meeting):
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
         number, exchange = self._trainer.round, self.exchange
+        self._left_alone = False
         # No crowd at once, whose messages those who were there would have to read.
         most = min(
             max(_FIRST_TRAINERS, 4 * len(self._members), exchange.min_trainers), MAX_TRAINERS
@@ -345,7 +344,8 @@ class StoreRounds(Meeting):
                 now - began >= exchange.timeout_seconds
             ):
                 names = f"{', '.join(sorted(left))} left before it; " if left else ""
-                raise (_AllLeft if gone else TrainerLost)(
+                self._left_alone = gone
+                raise TrainerLost(
                     f"round {number + 1}: {names}{len(good)} of {exchange.min_trainers} trainers "
                     f"in {now - began:.0f} s",
                     hint="Start more trainers, then call rejoin(): nothing that was trained is "
