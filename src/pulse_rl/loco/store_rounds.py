@@ -171,8 +171,9 @@ class StoreRounds(Meeting):
         with suppress(StoreError):  # of a member that may not delete
             self._store.come_back(trainer.round, trainer.name)
         log = _log.warning if is_new and trainer.round else _log.info
-        where = found.get("name") or "", self._store.run, trainer.round, found.get("begun")
-        log("trainer %s joined run %s (%s) at round %d, begun %s", trainer.name, *where)
+        name, run_id = found.get("name"), self._store.run
+        where = f"{name} ({run_id})" if name else run_id, trainer.round, found.get("begun")
+        log("trainer %s joined run %s at round %d, begun %s", trainer.name, *where)
         self._reported_bytes = self._store.sent_bytes
         self.joined = True
 
