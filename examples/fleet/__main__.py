@@ -18,7 +18,7 @@ from ..grpo.run import (
     RunFailed,
     RunFolder,
     compare,
-    newcomer_root,
+    new_worker_root,
     note,
     orchestrate,
 )
@@ -249,7 +249,7 @@ class Fleet(Orchestrator):
             )
 
     def _compare(self) -> None:
-        """Compares the roots of trainers, live models and newcomers in every store. Raises
+        """Compares the roots of trainers, live models and new workers in every store. Raises
         RunFailed."""
         stores = {"origin": origin(self.folder)} | {
             region: near(self.folder, region) for region in REGIONS
@@ -266,7 +266,7 @@ class Fleet(Orchestrator):
                 for n in names
             }
             roots |= {
-                f"a newcomer at {place}": newcomer_root(store, policy)
+                f"a new worker at {place}": new_worker_root(store, policy)
                 for place, store in stores.items()
             }
             compare(trained["root"], roots)

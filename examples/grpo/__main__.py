@@ -20,7 +20,7 @@ from .run import (
     RunFailed,
     RunFolder,
     compare,
-    newcomer_root,
+    new_worker_root,
     note,
     orchestrate,
 )
@@ -164,18 +164,18 @@ class Run(Orchestrator):
 
 
 def compare_weights(settings: GrpoSettings, folder: RunFolder, result: Event | None) -> None:
-    """Compares the roots of the trainer, of all live models and of a newcomer; raises RunFailed
+    """Compares the roots of the trainer, of all live models and of a new worker; raises RunFailed
     where two differ."""
     if result is None:
         raise RunFailed("the trainer ended without a result")
     store = pulse_rl.open_store(folder.store_address)
     roots = {"trainer": result["root"]}
     roots |= {name: reported_root(store, name, result["version"]) for name in settings.worker_names}
-    compare(result["root"], roots | {"newcomer": newcomer_root(store, STREAM)})
+    compare(result["root"], roots | {"new worker": new_worker_root(store, STREAM)})
     live = (
         "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
     )
-    print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
+    print(f"  (trainer and workers: {live}; new worker: restored from the store alone)")
     print("\nevery worker holds the trainer's BF16 weights, bit for bit")
 
 

@@ -448,9 +448,9 @@ def compare(expected: str, roots: Mapping[str, str]) -> None:
         raise RunFailed("the weights differ")
 
 
-def newcomer_root(store: pulse_rl.Store, stream: str = STREAM) -> str:
+def new_worker_root(store: pulse_rl.Store, stream: str = STREAM) -> str:
     """The root of the newest weights that the store alone gives."""
-    with pulse_rl.Subscriber(store, stream=stream, threads=1) as newcomer:
-        newcomer.sync()
-        assert newcomer.root is not None
-        return newcomer.root
+    with pulse_rl.Subscriber(store, stream=stream, threads=1) as worker:
+        worker.sync()
+        assert worker.root is not None
+        return worker.root

@@ -19,7 +19,7 @@ from ..grpo.run import (
     RunFailed,
     RunFolder,
     compare,
-    newcomer_root,
+    new_worker_root,
     note,
     orchestrate,
 )
@@ -187,7 +187,7 @@ class Run(Orchestrator):
 
 
 def compare_weights(settings: Settings, folder: RunFolder, results: dict[str, Event]) -> None:
-    """Compares the roots of all live models and of a newcomer; raises RunFailed where two
+    """Compares the roots of all live models and of a new worker; raises RunFailed where two
     differ."""
     if len(results) < settings.trainers:
         raise RunFailed(f"only {len(results)} of {settings.trainers} trainers reported a result")
@@ -199,10 +199,10 @@ def compare_weights(settings: Settings, folder: RunFolder, results: dict[str, Ev
     )
     roots = {name: results[name]["root"] for name in settings.trainer_names}
     roots |= {name: reported_root(store, name, settings.rounds) for name in settings.worker_names}
-    compare(first["root"], roots | {"newcomer": newcomer_root(store)})
+    compare(first["root"], roots | {"new worker": new_worker_root(store)})
     print(
         "  (trainers: their live FP32 models rounded to BF16; workers: their live models; "
-        "newcomer: from the store)"
+        "new worker: from the store)"
     )
     if len({result["weights"] for result in results.values()}) > 1:
         raise RunFailed("the weights differ")
