@@ -54,6 +54,7 @@ def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     pulse.refused(*lost, kind="input", match="memory")
 
 
+@pytest.mark.slow
 def test_a_relay_with_a_name_reports_itself(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     """So the publisher helps one that no path leads on, as it helps a worker."""
     states, far = history(rng, 3), tmp_path / "far"

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.llm_grpo.model import log_probabilities, sample
 from examples.llm_grpo.task import Additions
 
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
 
 @pytest.fixture(scope="module")
 def task() -> Additions:
