@@ -157,7 +157,8 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, written after each row")
     parser.add_argument("--try", dest="small", action="store_true", help="small")
-    parser.add_argument("--minutes", type=float, help=f"default: {_MINUTES:.0f}; {_TRY_MINUTES:.0f} with --try")  # fmt: skip  # noqa: E501
+    text = f"default: {_MINUTES:.0f}; {_TRY_MINUTES:.0f} with --try"
+    parser.add_argument("--minutes", type=float, help=text)
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=[row.name for row in ROWS])
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="SmolLM2's checkpoint, for GRPO")  # fmt: skip  # noqa: E501
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a file")

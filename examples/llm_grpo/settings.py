@@ -13,7 +13,7 @@ from .model import FOLDER
 @dataclass(frozen=True)
 class Settings(GrpoSettings):
     lr: float = option(3e-6, "learning rate")
-    steps: int = option(150, "RL steps")
+    steps: int = option(100, "RL steps")
     prompts: int = option(4, "problems in a batch of rollouts")
     checkpoint_every: int = option(25, "steps between two checkpoints of the trainer")
     evaluate_every: int = option(25, "steps between two evaluations on held-out problems")
